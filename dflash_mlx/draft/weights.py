@@ -1,0 +1,240 @@
+"""The tensors of a draft folder: headers first, checked against the config, then loaded.
+
+Headers alone answer every question about names, shapes and sizes, so a wrong or broken folder is refused
+before anything heavy is read. Knows z-lab's layout and its MLX-quantised form; knows no hub and no target.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from ..errors import DraftError
+from .config import DraftConfig, read_json
+from .model import DFlashDraftModel
+
+MAX_HEADER = 100 * 2**20  # the format's own limit
+DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8}
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
+
+# What a tensor name that no DFlash (v1) draft has tells about the folder.
+FOREIGN_TENSORS = {
+    "candidate_selector.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
+    "attention_conv.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
+    "mlp_conv.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
+    "markov_head.": "a DSpark draft, which is not supported",
+    "confidence_head.": "a DSpark draft, which is not supported",
+    "d2t": "a `speculators` draft with a reduced vocabulary: this layout is not read yet",
+    "t2d": "a `speculators` draft with a reduced vocabulary: this layout is not read yet",
+    "g_proj": "a Laguna draft with gated attention: this layout is not read yet",
+    "aux_hidden_norms.": "a Laguna draft: this layout is not read yet",
+    "encoder.": "a Muse assistant draft: this layout is not read yet",
+    "weight_scale": "a draft quantised by another tool (fp8, nvfp4 or compressed-tensors): not read yet",
+    "lm_head.": "a draft with its own head: this layout is not read yet",
+    "embed_tokens.": "a draft with its own embedding, or a target: neither is read as a draft",
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor by its header: dtype as safetensors spells it, shape, and where it lies."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+    @property
+    def nbytes(self) -> int:
+        size = ITEM_BYTES.get(self.dtype, 0)
+        for n in self.shape:
+            size *= n
+        return size
+
+
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a folder, from the headers only.
+
+    Raises `DraftError` when a file is missing, truncated, malformed, or the index names files elsewhere.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for file in weight_files(folder):
+        for name, info in _file_header(file).items():
+            if name in tensors:
+                raise DraftError(f"{file}: tensor {name} is also in {tensors[name].file.name}")
+            tensors[name] = info
+    return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up a checkpoint."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set((read_json(index).get("weight_map") or {}).values())
+        if not names or not all(isinstance(n, str) and n and Path(n).name == n for n in names):
+            raise DraftError(f"{index}: weight_map must name files of this folder, found {sorted(map(str, names))[:3]}")
+        files = [folder / name for name in sorted(names)]
+        for file in files:
+            if not file.is_file():
+                raise DraftError(f"{file}: named by {index.name} but missing; download the draft again")
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        found = f"; it holds {', '.join(others)}, which is not read yet" if others else ""
+        raise DraftError(f"{folder}: no safetensors file{found}")
+    return files
+
+
+def _file_header(file: Path) -> dict[str, TensorInfo]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise DraftError(f"{file}: not a safetensors file, or cut short ({size} bytes)")
+        try:
+            header = json.loads(stream.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+            raise DraftError(f"{file}: not a safetensors file (its header is not JSON)") from None
+    tensors, end = {}, 0
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            begin, stop = entry["data_offsets"]
+            info = TensorInfo(entry["dtype"], tuple(int(n) for n in entry["shape"]), file)
+        except (KeyError, TypeError, ValueError):
+            raise DraftError(f"{file}: malformed header entry for {name}") from None
+        if info.dtype in ITEM_BYTES and stop - begin != info.nbytes:
+            raise DraftError(f"{file}: {name} has {stop - begin} bytes, its shape {list(info.shape)} needs {info.nbytes}")
+        tensors[name], end = info, max(end, stop)
+    if 8 + length + end > size:
+        raise DraftError(f"{file}: cut short: {size} bytes, {8 + length + end} expected; download it again")
+    return tensors
+
+
+def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that a draft of this config has, unquantised; nothing is allocated."""
+    skeleton = DFlashDraftModel(config)
+    return {name: tuple(array.shape) for name, array in tree_flatten(skeleton.parameters())}
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How one matrix is stored: bits and group size follow from the shapes, the mode from the config."""
+
+    bits: int
+    group_size: int
+    mode: str
+
+
+def check_tensors(
+    config: DraftConfig, tensors: Mapping[str, TensorInfo], folder: Path
+) -> tuple[DraftConfig, dict[str, Quantized]]:
+    """Check names and shapes of a folder against its config.
+
+    Returns:
+        The config with `attention_bias` as the tensors have it, and the quantised modules by path.
+
+    Raises:
+        DraftError: a tensor is missing, unknown, of the wrong shape or of a dtype MLX can't read.
+    """
+    if not config.attention_bias or not any(name.endswith("_proj.bias") for name in tensors):
+        config = config.with_bias(any(name.endswith("self_attn.q_proj.bias") for name in tensors))
+    expected = expected_shapes(config)
+    quantized: dict[str, Quantized] = {}
+    seen = set()
+    for name, info in tensors.items():
+        path, _, kind = name.rpartition(".")
+        if info.dtype not in DTYPES:
+            raise DraftError(f"{info.file}: {name} is stored as {info.dtype}, which is not read yet")
+        if f"{path}.scales" in tensors and f"{path}.weight" in expected:
+            if kind == "weight":
+                quantized[path] = _quantized(config, tensors, path, expected[name])
+            elif kind not in ("scales", "biases"):
+                _match(name, info, expected)
+        else:
+            _match(name, info, expected)
+        seen.add(name)
+    if missing := [name for name in expected if name not in seen]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise DraftError(f"{folder}: tensor {missing[0]}{more} is missing; the download may be incomplete")
+    return config, quantized
+
+
+def _match(name: str, info: TensorInfo, expected: Mapping[str, tuple[int, ...]]) -> None:
+    if name not in expected:
+        for part, meaning in FOREIGN_TENSORS.items():
+            if part in name:
+                raise DraftError(f"{info.file}: this is {meaning} (it has {name})")
+        raise DraftError(f"{info.file}: unknown tensor {name}; this is not a draft of the z-lab layout")
+    if info.shape != expected[name]:
+        raise DraftError(
+            f"{info.file}: {name} has shape {list(info.shape)}, config.json asks for {list(expected[name])}"
+        )
+
+
+def _quantized(
+    config: DraftConfig, tensors: Mapping[str, TensorInfo], path: str, shape: tuple[int, ...]
+) -> Quantized:
+    weight, scales = tensors[f"{path}.weight"], tensors[f"{path}.scales"]
+    rows, columns = shape
+    packed = weight.shape[-1] * 32
+    if weight.dtype != "U32" or weight.shape[0] != rows or scales.shape[0] != rows or packed % columns:
+        raise DraftError(f"{weight.file}: {path}.weight {list(weight.shape)} is no quantised form of {list(shape)}")
+    section = config.quantization or {}
+    own = section.get(path)
+    mode = own.get("mode") if isinstance(own, Mapping) else section.get("mode")
+    if mode is None and f"{path}.biases" not in tensors:
+        raise DraftError(f"{weight.file}: {path} has no biases and config.json no quantization mode")
+    return Quantized(packed // columns, columns // scales.shape[-1], mode or "affine")
+
+
+def load_draft_folder(
+    folder: Path, dtype: mx.Dtype | None = None, attn_implementation: str = "sdpa"
+) -> DFlashDraftModel:
+    """A draft from a local folder, in the dtype its tensors have unless `dtype` is given.
+
+    Raises:
+        DraftError: see `DraftConfig.from_dict`, `read_headers`, `check_tensors`; or a weight is not finite.
+    """
+    config, quantized = check_draft_folder(folder)
+    model = DFlashDraftModel(config, attn_implementation)
+    if quantized:
+        nn.quantize(model, class_predicate=lambda path, _: vars(quantized[path]) if path in quantized else False)
+    weights: dict[str, mx.array] = {}
+    for file in weight_files(folder):
+        weights.update(mx.load(str(file)))
+    _refuse_non_finite(weights, folder)
+    model.load_weights(list(weights.items()))
+    if dtype is not None:
+        model.set_dtype(dtype)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def check_draft_folder(folder: Path) -> tuple[DraftConfig, dict[str, Quantized]]:
+    """Config and quantised modules of a folder, by config and headers only."""
+    if not folder.is_dir():
+        raise DraftError(f"{folder}: no such folder")
+    config = DraftConfig.from_file(folder / "config.json")
+    return check_tensors(config, read_headers(folder), folder)
+
+
+def _refuse_non_finite(weights: Mapping[str, mx.array], folder: Path) -> None:
+    floats = [name for name, array in weights.items() if mx.issubdtype(array.dtype, mx.floating)]
+    finite = mx.stack([mx.isfinite(weights[name]).all() for name in floats]).tolist()
+    if broken := [name for name, good in zip(floats, finite, strict=True) if not good]:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise DraftError(f"{folder}: {broken[0]}{more} holds NaN or infinite values; the file is damaged")

@@ -1,0 +1,196 @@
+"""Target: what a draft needs from an mlx-lm model, found by structure and checked by running it.
+
+The model's own calls do all the work: embedding and head (tied or not, soft-capped or not) are reached by
+letting the model call its parts, taps by watching its layers. Nothing is copied, wrapped or left behind on
+the model. Knows no draft.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..errors import TargetError
+from .intercept import intercept
+from .rewind import rewind, unsupported
+
+# Taps already checked on a model: the check costs one small forward, so it runs once a model.
+_checked: dict[int, tuple[weakref.ref, set[int], float]] = {}
+
+
+@dataclass
+class _Calls:
+    """What one module was called with and what it returned, call by call."""
+
+    inputs: list[mx.array] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+    def __call__(self, own: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        out = own(x, *args, **kwargs)
+        self.inputs.append(x)
+        self.outputs.append(out)
+        return out
+
+
+class Target:
+    """An mlx-lm model as the target of a draft.
+
+    Args:
+        model: any mlx-lm model whose caches can be rewound; it is not changed.
+
+    Raises:
+        TargetError: the layers, the embedding or the caches are not understood.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.name = getattr(model, "model_type", type(model).__module__.rpartition(".")[2])
+        self.layers: list[nn.Module] = list(getattr(model, "layers", []))
+        self.inner = self._find_inner()
+        self.embed_tokens = self._find_embedding()
+        self.embed_scale = 1.0
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden state; a quantised embedding keeps it in its dequantised shape."""
+        weight = self.embed_tokens.weight
+        bits = getattr(self.embed_tokens, "bits", None)
+        return weight.shape[1] * 32 // bits if bits else weight.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.embed_tokens.weight.shape[0]
+
+    def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
+        """mlx-lm's own cache for this model."""
+        return make_prompt_cache(self.model, max_kv_size)
+
+    def require_rewindable(self, caches: Sequence[Any]) -> None:
+        """Raise `TargetError` naming the family unless every cache can be rewound."""
+        if kind := unsupported(caches):
+            raise TargetError(
+                f"target {self.name}: its {kind} can't be rewound yet, so no draft can drive it; "
+                "run it without one (--draft-model none)"
+            )
+
+    def forward(self, ids: mx.array, cache: list[Any], taps: Sequence[int] = ()) -> tuple[mx.array, mx.array | None]:
+        """One forward.
+
+        Args:
+            ids: `[B, L]`; cache: updated in place; taps: layers whose outputs to return, order kept.
+
+        Returns:
+            Logits `[B, L, V]` and the concatenated taps `[B, L, len(taps) * Ht]` (None without taps).
+        """
+        if not taps:
+            return self.model(ids, cache=cache), None
+        calls = {i: _Calls() for i in dict.fromkeys(taps)}
+        with intercept([(self.layers[i], call) for i, call in calls.items()]):
+            logits = self.model(ids, cache=cache)
+        return logits, mx.concatenate([_hidden(calls[i].outputs[0]) for i in taps], axis=-1)
+
+    def embed(self, ids: mx.array) -> mx.array:
+        """Embeddings as they enter layer 0, scale included: `[B, L]` to `[B, L, H]`."""
+        h = self.embed_tokens(ids)
+        return h if self.embed_scale == 1.0 else h * self.embed_scale
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Normed hidden states `[B, L, H]` through the model's own head: `[B, L, V]`."""
+        with intercept([(self.inner, lambda own, *args, **kwargs: hidden)]):
+            return self.model(mx.zeros(hidden.shape[:2], mx.int32), cache=None)
+
+    def rewind(self, cache: list[Any], n: int) -> None:
+        """Drop the last `n` tokens from the cache."""
+        rewind(cache, n)
+
+    def check_taps(self, taps: Sequence[int]) -> None:
+        """Prove on two dummy tokens that tap i is the output of layer i and that `embed` and `head` are right.
+
+        The output of a tapped layer must be what layer i+1 is called with, and what that layer returns when it
+        is run by hand. Checked once a model and tap.
+
+        Raises:
+            TargetError: a tap is out of range or is not what it should be.
+        """
+        if bad := [i for i in taps if not 0 <= i < len(self.layers)]:
+            raise TargetError(f"target {self.name} has {len(self.layers)} layers, tap {bad[0]} does not exist")
+        reference, checked, scale = _checked.get(id(self.model), (None, set(), 1.0))
+        if reference is None or reference() is not self.model:
+            checked = set()
+        self.embed_scale = scale if checked else 1.0
+        if set(taps) <= checked:
+            return
+        ids = mx.array([[0, min(1, self.vocab_size - 1)]])
+        first, inner = _Calls(), _Calls()
+        calls = {i: _Calls() for i in sorted({*taps, *(i + 1 for i in taps if i + 1 < len(self.layers)), 0})}
+        first = calls[0]
+        by_hand = {}
+
+        def watch(i: int):
+            def handler(own, x, *args, **kwargs):
+                if i in taps:
+                    by_hand[i] = _hidden(own(x, *args, **kwargs))
+                return calls[i](own, x, *args, **kwargs)
+
+            return handler
+
+        with intercept([(self.layers[i], watch(i)) for i in calls] + [(self.inner, inner)]):
+            logits = self.model(ids, cache=None)
+        for i in taps:
+            out = _hidden(calls[i].outputs[0])
+            if out.ndim != 3 or out.shape[-1] != self.hidden_size:
+                raise TargetError(f"target {self.name}: layer {i} returns {out.shape}, not one hidden state a token")
+            same = mx.array_equal(out, by_hand[i], equal_nan=True)
+            if i + 1 in calls and i + 1 < len(self.layers):
+                same = same & mx.array_equal(out, calls[i + 1].inputs[0], equal_nan=True)
+            if not same.item():
+                raise TargetError(f"target {self.name}: the output of layer {i} is not what follows it; can't tap it")
+        if not mx.array_equal(self.head(inner.outputs[0]), logits, equal_nan=True).item():
+            raise TargetError(f"target {self.name}: its head could not be found")
+        self.embed_scale = _scale(self.embed_tokens(ids), first.inputs[0], self.inner)
+        key = id(self.model)
+        _checked[key] = (
+            weakref.ref(self.model, lambda _: _checked.pop(key, None)),
+            checked | set(taps),
+            self.embed_scale,
+        )
+
+    def _find_inner(self) -> nn.Module:
+        """The module that owns the layer list and the final norm, below any wrapper."""
+        if self.layers:
+            for _, module in self.model.named_modules():
+                if any(
+                    isinstance(value, list) and value and value[-1] is self.layers[-1]
+                    for value in module.children().values()
+                ):
+                    return module
+        raise TargetError(f"target {self.name}: no layer list found")
+
+    def _find_embedding(self) -> nn.Module:
+        for child in self.inner.children().values():
+            if isinstance(child, nn.Module) and hasattr(child, "as_linear"):
+                return child
+        raise TargetError(f"target {self.name}: no token embedding found beside its layers")
+
+
+def _hidden(output: Any) -> mx.array:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _scale(embedded: mx.array, entering: mx.array, inner: nn.Module) -> float:
+    """The factor between the embedding table and layer 0, 1.0 where there is none or it is no plain factor."""
+    a, b = embedded.astype(mx.float32), entering.astype(mx.float32)
+    if mx.array_equal(a, b).item():
+        return 1.0
+    scale = ((a * b).sum() / (a * a).sum()).item()
+    if not math.isfinite(scale) or mx.abs(b - a * scale).max().item() > 0.02 * mx.abs(b).max().item():
+        return 1.0
+    return float(getattr(inner, "embed_scale", scale))
