@@ -1,0 +1,64 @@
+"""DFlash speculative decoding for any mlx-lm model, in pure MLX.
+
+The public names load on first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .convert import convert_draft, inspect_draft
+    from .decode import Drafter, DraftRequest, GenerationStats, Proposal
+    from .errors import DFlashError, DraftError, TargetError
+    from .generation import GenerationResponse, generate, generate_step, stream_generate
+    from .loading import load, load_draft
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "convert_draft": "convert",
+    "inspect_draft": "convert",
+    "Drafter": "decode",
+    "DraftRequest": "decode",
+    "GenerationStats": "decode",
+    "Proposal": "decode",
+    "DFlashError": "errors",
+    "DraftError": "errors",
+    "TargetError": "errors",
+    "GenerationResponse": "generation",
+    "generate": "generation",
+    "generate_step": "generation",
+    "stream_generate": "generation",
+    "load": "loading",
+    "load_draft": "loading",
+}
+
+__all__ = [
+    "DFlashError",
+    "DraftError",
+    "DraftRequest",
+    "Drafter",
+    "GenerationResponse",
+    "GenerationStats",
+    "Proposal",
+    "TargetError",
+    "convert_draft",
+    "generate",
+    "generate_step",
+    "inspect_draft",
+    "load",
+    "load_draft",
+    "stream_generate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -47,16 +47,15 @@ class DraftKVCache:
             Views `[B, n_kv, visible + block, head_dim]` of keys and values in time order.
         """
         new = keys.shape[2]
-        self._reserve(keys, values, new)
-        assert self.keys is not None and self.values is not None
+        all_keys, all_values = self._reserve(keys, values, new)
         stop = self._end + new
-        self.keys[..., self._end : stop, :] = keys
-        self.values[..., self._end : stop, :] = values
+        all_keys[..., self._end : stop, :] = keys
+        all_values[..., self._end : stop, :] = values
         self._end += context_rows
         self.rows += context_rows
         self.offset += context_rows
         first = self._end - self.visible
-        return self.keys[..., first:stop, :], self.values[..., first:stop, :]
+        return all_keys[..., first:stop, :], all_values[..., first:stop, :]
 
     def skip(self, n: int) -> None:
         """Pass over `n` positions whose rows no later block can see; all rows held fall out of the window."""
@@ -67,9 +66,10 @@ class DraftKVCache:
         """Cut back to the context of the first `length` tokens. Rows that slid out of a window stay gone."""
         self.trim(self.offset - length)
 
-    def _reserve(self, keys: mx.array, values: mx.array, new: int) -> None:
-        if self.keys is not None and self._end + new <= self.keys.shape[2]:
-            return
+    def _reserve(self, keys: mx.array, values: mx.array, new: int) -> tuple[mx.array, mx.array]:
+        """Both buffers, with room for `new` more rows."""
+        if self.keys is not None and self.values is not None and self._end + new <= self.keys.shape[2]:
+            return self.keys, self.values
         # Full layers grow by a quarter, so that copies stay a constant share of the rows ever written;
         # sliding layers move their window to the front of a buffer of fixed size.
         keep = self.visible
@@ -78,6 +78,7 @@ class DraftKVCache:
         self.keys = self._moved(self.keys, keys, keep, capacity)
         self.values = self._moved(self.values, values, keep, capacity)
         self.rows = self._end = keep
+        return self.keys, self.values
 
     def _moved(self, old: mx.array | None, like: mx.array, keep: int, capacity: int) -> mx.array:
         heads, dim = like.shape[1], like.shape[3]

@@ -113,16 +113,21 @@ class DFlashDraftModel(nn.Module):
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             layer.self_attn.extend(context, self.rope, layer_cache)
 
+    def hidden(self, ids: mx.array, context: mx.array, cache: list[DraftKVCache], embed: Embed) -> mx.array:
+        """Hidden states of the draft tokens: ids `[B, L]` (anchor, then mask tokens) to `[B, L-1, H]`.
+
+        `embed` is the target's own; slot 0 is the anchor and predicts nothing.
+        """
+        block = embed(ids)
+        if self.config.input_embedding_scale != 1.0:
+            block = block * self.config.input_embedding_scale
+        return self(block, context, cache)[:, 1:]
+
     def logits(
         self, ids: mx.array, context: mx.array, cache: list[DraftKVCache], *, embed: Embed, head: Head
     ) -> mx.array:
-        """Logits of the draft tokens: ids `[B, L]` (anchor, then mask tokens) to `[B, L-1, V]`.
-
-        `embed` and `head` are the target's own; slot 0 is the anchor and predicts nothing.
-        """
-        scale = self.config.input_embedding_scale
-        block = embed(ids) * scale if scale != 1.0 else embed(ids)
-        return self.compute_logits(self(block, context, cache)[:, 1:], head)
+        """Logits of the draft tokens: ids `[B, L]` to `[B, L-1, V]`; `embed` and `head` are the target's own."""
+        return self.compute_logits(self.hidden(ids, context, cache, embed), head)
 
     def compute_logits(self, hidden: mx.array, head: Head) -> mx.array:
         """`hidden` `[B, L, H]` through the target's head, with the draft's own multiplier and soft-cap."""

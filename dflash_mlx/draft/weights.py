@@ -116,7 +116,9 @@ def _file_header(file: Path) -> dict[str, TensorInfo]:
         except (KeyError, TypeError, ValueError):
             raise DraftError(f"{file}: malformed header entry for {name}") from None
         if info.dtype in ITEM_BYTES and stop - begin != info.nbytes:
-            raise DraftError(f"{file}: {name} has {stop - begin} bytes, its shape {list(info.shape)} needs {info.nbytes}")
+            raise DraftError(
+                f"{file}: {name} has {stop - begin} bytes, its shape {list(info.shape)} needs {info.nbytes}"
+            )
         tensors[name], end = info, max(end, stop)
     if 8 + length + end > size:
         raise DraftError(f"{file}: cut short: {size} bytes, {8 + length + end} expected; download it again")
@@ -184,9 +186,7 @@ def _match(name: str, info: TensorInfo, expected: Mapping[str, tuple[int, ...]])
         )
 
 
-def _quantized(
-    config: DraftConfig, tensors: Mapping[str, TensorInfo], path: str, shape: tuple[int, ...]
-) -> Quantized:
+def _quantized(config: DraftConfig, tensors: Mapping[str, TensorInfo], path: str, shape: tuple[int, ...]) -> Quantized:
     weight, scales = tensors[f"{path}.weight"], tensors[f"{path}.scales"]
     rows, columns = shape
     packed = weight.shape[-1] * 32

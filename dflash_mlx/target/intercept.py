@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from mlx import nn
@@ -20,7 +21,8 @@ from mlx import nn
 # handler(call, *args, **kwargs): `call` is the module's own bound call
 Handler = Callable[..., Any]
 
-_handlers: ContextVar[Mapping[int, Handler]] = ContextVar("dflash_handlers", default={})
+_NONE: Mapping[int, Handler] = MappingProxyType({})
+_handlers: ContextVar[Mapping[int, Handler]] = ContextVar("dflash_handlers", default=_NONE)
 _lock = threading.Lock()
 _swapped: dict[int, tuple[type, int]] = {}  # id(module) -> its own class, users
 

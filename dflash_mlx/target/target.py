@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import TargetError
-from .intercept import intercept
+from .intercept import Handler, intercept
 from .rewind import rewind, unsupported
 
 # Taps already checked on a model: the check costs one small forward, so it runs once a model.
@@ -45,16 +46,13 @@ class Target:
     Args:
         model: any mlx-lm model whose caches can be rewound; it is not changed.
 
-    Raises:
-        TargetError: the layers, the embedding or the caches are not understood.
+    Parts that only a draft needs are looked for when they are asked for, so any model can be decoded plainly.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.name = getattr(model, "model_type", type(model).__module__.rpartition(".")[2])
         self.layers: list[nn.Module] = list(getattr(model, "layers", []))
-        self.inner = self._find_inner()
-        self.embed_tokens = self._find_embedding()
         self.embed_scale = 1.0
 
     @property
@@ -128,20 +126,19 @@ class Target:
         self.embed_scale = scale if checked else 1.0
         if set(taps) <= checked:
             return
-        ids = mx.array([[0, min(1, self.vocab_size - 1)]])
-        first, inner = _Calls(), _Calls()
-        calls = {i: _Calls() for i in sorted({*taps, *(i + 1 for i in taps if i + 1 < len(self.layers)), 0})}
-        first = calls[0]
-        by_hand = {}
+        calls = {i: _Calls() for i in {0, *taps, *(i + 1 for i in taps if i + 1 < len(self.layers))}}
+        by_hand: dict[int, mx.array] = {}
+        inner = _Calls()
 
-        def watch(i: int):
-            def handler(own, x, *args, **kwargs):
+        def watch(i: int) -> Handler:
+            def handler(own: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
                 if i in taps:
                     by_hand[i] = _hidden(own(x, *args, **kwargs))
                 return calls[i](own, x, *args, **kwargs)
 
             return handler
 
+        ids = mx.array([[0, min(1, self.vocab_size - 1)]])
         with intercept([(self.layers[i], watch(i)) for i in calls] + [(self.inner, inner)]):
             logits = self.model(ids, cache=None)
         for i in taps:
@@ -149,13 +146,13 @@ class Target:
             if out.ndim != 3 or out.shape[-1] != self.hidden_size:
                 raise TargetError(f"target {self.name}: layer {i} returns {out.shape}, not one hidden state a token")
             same = mx.array_equal(out, by_hand[i], equal_nan=True)
-            if i + 1 in calls and i + 1 < len(self.layers):
+            if i + 1 in calls:
                 same = same & mx.array_equal(out, calls[i + 1].inputs[0], equal_nan=True)
             if not same.item():
                 raise TargetError(f"target {self.name}: the output of layer {i} is not what follows it; can't tap it")
         if not mx.array_equal(self.head(inner.outputs[0]), logits, equal_nan=True).item():
             raise TargetError(f"target {self.name}: its head could not be found")
-        self.embed_scale = _scale(self.embed_tokens(ids), first.inputs[0], self.inner)
+        self.embed_scale = _scale(self.embed_tokens(ids), calls[0].inputs[0], self.inner)
         key = id(self.model)
         _checked[key] = (
             weakref.ref(self.model, lambda _: _checked.pop(key, None)),
@@ -163,7 +160,8 @@ class Target:
             self.embed_scale,
         )
 
-    def _find_inner(self) -> nn.Module:
+    @cached_property
+    def inner(self) -> nn.Module:
         """The module that owns the layer list and the final norm, below any wrapper."""
         if self.layers:
             for _, module in self.model.named_modules():
@@ -174,7 +172,9 @@ class Target:
                     return module
         raise TargetError(f"target {self.name}: no layer list found")
 
-    def _find_embedding(self) -> nn.Module:
+    @cached_property
+    def embed_tokens(self) -> nn.Module:
+        """The token embedding, which sits beside the layers."""
         for child in self.inner.children().values():
             if isinstance(child, nn.Module) and hasattr(child, "as_linear"):
                 return child

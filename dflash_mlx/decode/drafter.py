@@ -1,0 +1,132 @@
+"""Drafter: the one interface through which proposals enter a round.
+
+Whatever has these few members can stand in for `draft_model`: the DFlash draft here, a scripted one in a
+test, a prompt lookup. A drafter can only change the speed: its tokens count while they equal the target's
+own pick and are dropped from the first that does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import mlx.core as mx
+
+from ..draft import DFlashDraftModel
+from ..target import Target
+
+# Share of the target's sampling noise that the draft adds to its own logits (docs/experiments.md).
+DRAFT_NOISE = 1.0
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The target's sampling noise for the tokens of a block: `gumbel` `[width - 1, V]` float32, temperature."""
+
+    gumbel: mx.array
+    temp: float
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What one block may be proposed from.
+
+    Attributes:
+        anchor: `[1]`, the last emitted token, slot 0 of the block.
+        width: slots of the block; `width - 1` proposals are wanted.
+        tokens: prompt and emitted tokens up to and including the anchor (read only).
+        context: what `Drafter.context` made of the tokens before the anchor that `cache` has not seen,
+            `[1, S, ...]`, or None.
+        cache: the drafter's own cache.
+        target: gives `embed` and `head`.
+        noise: None when the target decodes greedily.
+    """
+
+    anchor: mx.array
+    width: int
+    tokens: Sequence[int]
+    context: mx.array | None
+    cache: list[Any]
+    target: Target
+    noise: Noise | None = None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Proposed tokens `[width - 1]`, and whether they rest on finite numbers (scalar bool, None: surely)."""
+
+    tokens: mx.array
+    finite: mx.array | None = None
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes the tokens of a block.
+
+    Attributes:
+        block_size: widest useful block, anchor included.
+        target_layer_ids: taps it wants from the target, in this order; may be empty.
+    """
+
+    block_size: int
+    target_layer_ids: Sequence[int]
+
+    def make_cache(self, offset: int = 0) -> list[Any]:
+        """A fresh cache (mlx-lm's protocol, may be an empty list) that starts at an absolute position."""
+
+    def context(self, taps: mx.array) -> mx.array:
+        """Turn taps `[1, S, taps * Ht]` into context rows `[1, S, ...]`; called only if taps are wanted."""
+
+    def extend(self, context: mx.array, cache: list[Any]) -> None:
+        """Take context rows into the cache without drafting."""
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        """Build the proposals; lazy, nothing may wait for the device."""
+
+
+class DFlashDrafter:
+    """A DFlash draft model behind the protocol."""
+
+    def __init__(self, draft: DFlashDraftModel):
+        self.draft = draft
+        self.block_size = draft.config.block_size
+        self.target_layer_ids = draft.config.target_layer_ids
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """What it computes in (norms are never quantised)."""
+        return self.draft.norm.weight.dtype
+
+    def make_cache(self, offset: int = 0) -> list[Any]:
+        return self.draft.make_cache(offset)
+
+    def context(self, taps: mx.array) -> mx.array:
+        return self.draft.context_feature(taps)
+
+    def extend(self, context: mx.array, cache: list[Any]) -> None:
+        self.draft.extend(context, cache)
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        context = request.context
+        if context is None:
+            context = mx.zeros((1, 0, self.draft.config.hidden_size), self.dtype)
+        masks = mx.full((request.width - 1,), self.draft.config.mask_token_id, request.anchor.dtype)
+        block = mx.concatenate([request.anchor, masks])[None]
+        hidden = self.draft.hidden(block, context, request.cache, request.target.embed)
+        logits = self.draft.compute_logits(hidden, request.target.head)[0]  # [width - 1, V]
+        if request.noise is not None:
+            logits = logits.astype(mx.float32) / request.noise.temp + DRAFT_NOISE * request.noise.gumbel
+        return Proposal(mx.argmax(logits, axis=-1), mx.isfinite(hidden).all())
+
+
+def as_drafter(draft_model: Any) -> Drafter:
+    """The drafter for whatever was passed as `draft_model`."""
+    if isinstance(draft_model, DFlashDraftModel):
+        return DFlashDrafter(draft_model)
+    if isinstance(draft_model, Drafter):
+        return draft_model
+    raise TypeError(
+        f"draft_model is a {type(draft_model).__name__}, expected a DFlash draft (dflash_mlx.load_draft) "
+        "or an object with the Drafter protocol"
+    )

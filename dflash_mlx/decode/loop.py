@@ -1,0 +1,86 @@
+"""The loop: rounds follow each other, tokens come out one by one. Knows limits and end tokens, no text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .block_size import FixedBlockSize, Widths
+from .round import Flight, Session
+
+PLAIN = Widths(draft=1, verify=1)
+CLEAR_EVERY = 256  # tokens between releases of MLX's buffer cache, as in mlx-lm
+
+
+@dataclass(frozen=True)
+class Token:
+    """One emitted token with the target's log-probabilities `[V]` and whether the draft proposed it."""
+
+    id: int
+    logprobs: mx.array
+    from_draft: bool
+
+
+def decode(
+    session: Session, block_size: FixedBlockSize, max_tokens: int, end_tokens: Collection[int], room: int | None = None
+) -> Iterator[Token]:
+    """Emit up to `max_tokens` tokens (-1: no limit), the last of them an end token if one comes.
+
+    The next round is queued before the tokens of the finished one are handed out, so the device works while
+    the caller does. However the generator ends, both caches hold exactly the tokens that were handed out.
+
+    Args:
+        session: prefilled.
+        room: tokens in the target's cache at which blocks end, where its form changes (see `kv_bits`).
+    """
+    base = session.fed + 1
+    emitted = 0
+    limit = max_tokens if max_tokens >= 0 else 1 << 62
+    flight: Flight | None = session.dispatch(PLAIN)  # the last prompt token; its pick is the first token
+    try:
+        while flight is not None:
+            ahead = None
+            if flight.width == 1 and emitted + 1 < limit:
+                widths = _widths(session, block_size, limit - emitted - 1, room)
+                if widths == PLAIN:
+                    # A plain round is never rejected: the next one needs its token on the device only.
+                    ahead = session.dispatch(PLAIN, anchor=flight.picks)
+            done = session.settle(flight)
+            tokens, ended = _cut(done.tokens, limit - emitted, end_tokens)
+            if emitted:
+                session.stats.record(done.width, done.accepted, len(tokens))
+            flight = ahead
+            left = limit - emitted - len(tokens)
+            if flight is None and not ended and left:
+                flight = session.dispatch(_widths(session, block_size, left, room))
+            for i, token in enumerate(tokens):
+                emitted += 1
+                yield Token(token, done.logprobs[i], i < done.accepted)
+            if ended or not left:
+                break
+            if emitted % CLEAR_EVERY < len(tokens):
+                mx.clear_cache()
+    except GeneratorExit:
+        session.finish(base + emitted, flight)
+        raise
+    session.finish(base + emitted, flight)
+
+
+def _cut(tokens: list[int], left: int, end_tokens: Collection[int]) -> tuple[list[int], bool]:
+    """The tokens that are still wanted, and whether an end token is the last of them."""
+    tokens = tokens[:left]
+    for i, token in enumerate(tokens):
+        if token in end_tokens:
+            return tokens[: i + 1], True
+    return tokens, False
+
+
+def _widths(session: Session, block_size: FixedBlockSize, remaining: int, room: int | None) -> Widths:
+    """The next round's widths: plain without a draft, and no block across the border of `room`."""
+    if session.drafter is None:
+        return PLAIN
+    space = None if room is None or session.fed >= room else room - session.fed - 1
+    widths = block_size.next(remaining, space)
+    return PLAIN if widths.verify == 1 else widths

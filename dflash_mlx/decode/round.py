@@ -1,0 +1,233 @@
+"""One round: draft a block, verify it, keep the accepted prefix. The host waits for the device once.
+
+    flight = session.dispatch(widths)      draft and verify are built and queued, nothing waits
+    done = session.settle(flight)          the one sync; then the target's cache is cut back, lazily
+
+Knows tokens, caches and their lengths; knows no text, no end token and no limit.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..target import Target
+from .acceptance import count_accepted
+from .block_size import Widths
+from .drafter import Drafter, DraftRequest, Noise, Proposal
+from .sampling import TokenPicker
+from .stats import GenerationStats
+
+
+@dataclass
+class Flight:
+    """A round on its way: what the device will answer (`packed`), and what belongs to its rows."""
+
+    width: int
+    packed: mx.array  # [2 + width] int32: accepted, draft finite, picks
+    picks: mx.array  # [width]
+    logprobs: mx.array  # [width, V]
+    context: mx.array | None  # [1, width, ...] context rows of the block, for the draft
+
+
+@dataclass
+class Round:
+    """A finished round: its tokens are the accepted draft tokens and one of the target's own."""
+
+    width: int
+    accepted: int
+    tokens: list[int]
+    logprobs: mx.array  # [width, V]; row i belongs to tokens[i]
+
+
+def sync(array: mx.array) -> list[int]:
+    """The only place in a round where the host waits."""
+    return array.tolist()
+
+
+def cached_tokens(caches: Sequence[Any]) -> int:
+    """Tokens that a target's cache holds; recurrent entries do not say, so the first that does is asked."""
+    return next((cache.offset for cache in caches if isinstance(getattr(cache, "offset", None), int)), 0)
+
+
+class Session:
+    """State of one generation: both caches, the tokens so far, and the context the draft has not seen yet.
+
+    Args:
+        target, drafter: drafter None decodes plainly.
+        target_cache, draft_cache: updated in place; they may hold earlier tokens.
+        quantize: called with the target's cache after each forward (mlx-lm's `maybe_quantize_kv_cache`).
+        profile: time host, draft and verify apart, at the price of a second sync a round.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        picker: TokenPicker,
+        target_cache: list[Any],
+        draft_cache: list[Any],
+        stats: GenerationStats,
+        *,
+        stream: Any = None,
+        quantize: Callable[[list[Any]], None] = lambda cache: None,
+        profile: bool = False,
+    ):
+        self.target, self.drafter, self.picker, self.stats = target, drafter, picker, stats
+        self.target_cache, self.draft_cache = target_cache, draft_cache
+        self.stream, self.quantize, self.profile = stream, quantize, profile
+        self.taps: Sequence[int] = drafter.target_layer_ids if drafter else ()
+        self.fed = cached_tokens(target_cache)
+        self.vocab = 0  # width of the logits, known after the first round
+        self.tokens: list[int] = []  # fed in this call or emitted, anchor last
+        self.anchor = mx.array([], mx.int32)
+        self.pending: list[mx.array] = []  # context rows behind those in the draft's cache, in order
+        if profile:
+            stats.draft_seconds = stats.verify_seconds = stats.host_seconds = 0.0
+
+    # One round ------------------------------------------------------------------------------------------
+
+    def dispatch(self, widths: Widths, anchor: mx.array | None = None) -> Flight:
+        """Build and queue one round from the anchor (by default the last token); nothing waits."""
+        start = time.perf_counter()
+        anchor = self.anchor if anchor is None else anchor
+        with mx.stream(self.stream):
+            block, finite, gumbel = anchor, None, None
+            if widths.verify > 1:
+                gumbel = self._gumbel(max(widths.verify, widths.draft - 1), self.vocab)
+                proposal = self._draft(anchor, widths.draft, gumbel)
+                block, finite = mx.concatenate([anchor, proposal.tokens[: widths.verify - 1]]), proposal.finite
+                start = self._launch("draft_seconds", start, block)
+            before = self.tokens[:-1] if anchor is self.anchor else self.tokens
+            flight = self._verify(block, finite, gumbel, before)
+            self._launch("verify_seconds", start, flight.packed, *([] if flight.context is None else [flight.context]))
+        return flight
+
+    def settle(self, flight: Flight) -> Round:
+        """Wait for a round, cut the target's cache back to what was kept, and move the anchor."""
+        accepted, finite, *picks = sync(flight.packed)
+        tokens = picks[: accepted + 1]
+        rejected = flight.width - len(tokens)
+        with mx.stream(self.stream):
+            self.target.rewind(self.target_cache, rejected)
+            if flight.context is not None:
+                self.pending.append(flight.context[:, : len(tokens)])
+            self.anchor = flight.picks[accepted : accepted + 1]
+        self.fed -= rejected
+        self.tokens += tokens
+        if not finite:
+            dtype = str(getattr(self.drafter, "dtype", "unknown dtype")).removeprefix("mlx.core.")
+            self.switch_off(f"it computed NaN or infinite values in {dtype}")
+        return Round(flight.width, accepted, tokens, flight.logprobs)
+
+    def _draft(self, anchor: mx.array, width: int, gumbel: mx.array | None) -> Proposal:
+        assert self.drafter is not None
+        noise = None if gumbel is None else Noise(gumbel[: width - 1], self.picker.temp)
+        context = self._take_pending()
+        return self.drafter.propose(
+            DraftRequest(anchor, width, self.tokens, context, self.draft_cache, self.target, noise)
+        )
+
+    def _verify(
+        self, block: mx.array, finite: mx.array | None, gumbel: mx.array | None, before: Sequence[int]
+    ) -> Flight:
+        width, first = block.shape[0], self.fed
+        logits, taps = self.target.forward(block[None], self.target_cache, self.taps)
+        self.fed += width
+        self.quantize(self.target_cache)
+        self.vocab = logits.shape[-1]
+        if gumbel is None:
+            gumbel = self._gumbel(width, self.vocab, first)
+        picks, logprobs = self.picker.pick(logits[0], None if gumbel is None else gumbel[:width], before, block)
+        accepted = count_accepted(block[1:], picks)[None]
+        finite = mx.array([1]) if finite is None else finite[None]
+        packed = mx.concatenate([accepted, finite.astype(mx.int32), picks.astype(mx.int32)])
+        context = self.drafter.context(taps) if self.drafter and taps is not None else None
+        return Flight(width, packed, picks, logprobs, context)
+
+    def _gumbel(self, rows: int, vocab: int, first: int | None = None) -> mx.array | None:
+        """Noise for the picks that follow block rows at positions `first` (default: the next) and on."""
+        if not self.picker.seeded:
+            return None
+        first = self.fed if first is None else first
+        return self.picker.gumbel(range(first + 1, first + 1 + rows), vocab)
+
+    def _launch(self, part: str, start: float, *arrays: mx.array) -> float:
+        """Queue the arrays built since `start`; when profiling, wait for them and book both times."""
+        if not self.profile:
+            mx.async_eval(*arrays)
+            return start
+        built = time.perf_counter()
+        mx.eval(*arrays)
+        done = time.perf_counter()
+        for name, seconds in (("host_seconds", built - start), (part, done - built)):
+            setattr(self.stats, name, getattr(self.stats, name) + seconds)
+        return done
+
+    # Before the first round and after the last ------------------------------------------------------------
+
+    def prefill(self, prompt: mx.array, step_size: int, progress: Callable[[int, int], None]) -> None:
+        """Feed all but the last prompt token in chunks; the draft's context is projected chunk by chunk.
+
+        The last token is the first anchor: its plain round gives the first token, as in mlx-lm.
+        """
+        total = prompt.shape[0]
+        progress(0, total)
+        done = 0
+        with mx.stream(self.stream):
+            while done < total - 1:
+                chunk = prompt[done : min(done + step_size, total - 1)]
+                _, taps = self.target.forward(chunk[None], self.target_cache, self.taps)  # logits stay unevaluated
+                self.quantize(self.target_cache)
+                if self.drafter and taps is not None:
+                    self.drafter.extend(self.drafter.context(taps), self.draft_cache)
+                mx.eval([cache.state for cache in (*self.target_cache, *self.draft_cache)])
+                mx.clear_cache()
+                done += chunk.shape[0]
+                progress(done, total)
+        self.fed += done
+        self.tokens = prompt.tolist()
+        self.anchor = prompt[-1:]
+
+    def switch_off(self, reason: str) -> None:
+        """Go on without the draft, visibly."""
+        warnings.warn(f"draft switched off: {reason}; decoding goes on without it", RuntimeWarning, stacklevel=2)
+        self.stats.draft_off_reason = reason
+        self.drafter, self.taps, self.pending = None, (), []
+
+    def finish(self, length: int, flight: Flight | None) -> None:
+        """Leave both caches at exactly `length` tokens: surplus is cut, a last token not fed yet is fed.
+
+        Args:
+            length: tokens that both caches shall hold.
+            flight: a round that was queued but whose tokens nobody took.
+        """
+        with mx.stream(self.stream):
+            if flight is not None and flight.context is not None:
+                self.pending.append(flight.context)
+            if self.fed < length:
+                _, taps = self.target.forward(self.anchor[None], self.target_cache, self.taps)
+                self.quantize(self.target_cache)
+                self.fed += 1
+                if self.drafter and taps is not None:
+                    self.pending.append(self.drafter.context(taps))
+            self.target.rewind(self.target_cache, self.fed - length)
+            self.fed = length
+            if self.drafter and self.draft_cache:
+                missing = length - self.draft_cache[0].offset
+                context = self._take_pending()
+                if missing < 0:
+                    for cache in self.draft_cache:
+                        cache.trim(-missing)
+                elif missing and context is not None:
+                    self.drafter.extend(context[:, :missing], self.draft_cache)
+            mx.async_eval([cache.state for cache in (*self.target_cache, *self.draft_cache)])
+
+    def _take_pending(self) -> mx.array | None:
+        pending, self.pending = self.pending, []
+        return mx.concatenate(pending, axis=1) if len(pending) > 1 else (pending[0] if pending else None)

@@ -1,0 +1,262 @@
+"""Generate text: mlx-lm's three functions with a DFlash draft in them.
+
+Names, arguments and responses are mlx-lm's, so that code which takes its `stream_generate` takes this one;
+what is added is `draft_model`, `block_size`, `temp`, `seed` and the statistics. (The module is not called
+`generate`: importing it would put a module where the package has a function of that name.)
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.generate import GenerationResponse as MlxLmResponse
+from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .decode.block_size import FixedBlockSize
+from .decode.drafter import Drafter, as_drafter
+from .decode.loop import Token, decode
+from .decode.round import Session
+from .decode.sampling import LogitsProcessor, Sampler, TokenPicker
+from .decode.stats import GenerationStats
+from .decode.text import TextStream
+from .errors import DraftError
+from .target import Target
+
+
+@dataclass
+class GenerationResponse(MlxLmResponse):
+    """mlx-lm's response, one a token; `stats` is set on the last."""
+
+    stats: GenerationStats | None = None
+
+
+def generate_step(
+    prompt: mx.array | Sequence[int], model: nn.Module, draft_model: Any = None, **options: Any
+) -> Iterator[tuple[int, mx.array, bool]]:
+    """Generate token ids; end tokens do not end it.
+
+    Args:
+        prompt: `[n]` token ids, at least one.
+        model: any mlx-lm model whose caches can be rewound, or any at all without a draft.
+        draft_model: a draft of `load_draft`, an object with the `Drafter` protocol, or None to decode plainly.
+        options: see `_tokens`.
+
+    Yields:
+        (token, log-probabilities `[V]` of the target, whether the draft proposed it).
+
+    Raises:
+        TargetError, DraftError: the pair can't be run. ValueError: an option is out of range.
+    """
+    for token in _tokens(prompt, model, draft_model, GenerationStats(), **options):
+        yield token.id, token.logprobs, token.from_draft
+
+
+def _tokens(
+    prompt: mx.array | Sequence[int],
+    model: nn.Module,
+    draft_model: Any,
+    stats: GenerationStats,
+    *,
+    end_tokens: Collection[int] = (),
+    max_tokens: int = 256,
+    temp: float = 0.0,
+    seed: int | None = None,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    block_size: int | None = None,
+    max_kv_size: int | None = None,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = 2048,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    stream: Any = generation_stream,
+    profile: bool = False,
+) -> Iterator[Token]:
+    """The token generator behind all three functions.
+
+    Args:
+        end_tokens: ids that end the text.
+        max_tokens: at most so many tokens, the end token included; -1 for no limit.
+        temp, seed: see `TokenPicker`; a `sampler` replaces them.
+        block_size: slots of a block, anchor included; None takes the draft's own, 1 decodes plainly.
+        prompt_cache: the target's cache entries, then (optionally) the draft's; updated in place and left at
+            exactly prompt + emitted tokens. The other arguments are mlx-lm's.
+        profile: measure host, draft and verify apart (costs a second sync a round).
+    """
+    prompt = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt), mx.int32)
+    if prompt.ndim != 1 or prompt.shape[0] == 0:
+        raise ValueError(f"the prompt has shape {list(prompt.shape)}, expected at least one token in one row")
+    if prefill_step_size < 1:
+        raise ValueError(f"prefill_step_size is {prefill_step_size}, expected 1 or more")
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens is {max_tokens}, expected 1 or more, or -1 for no limit")
+    picker = TokenPicker(temp, seed, sampler, tuple(logits_processors or ()))
+    target = Target(model)
+    drafter = None if draft_model is None else as_drafter(draft_model)
+    width = _block_size(drafter, block_size, stats)
+    if width == 1:
+        drafter = None
+    target_cache, draft_cache = _caches(target, drafter, prompt_cache, max_kv_size)
+    if drafter is not None:
+        target.require_rewindable(target_cache)
+        target.check_taps(drafter.target_layer_ids)
+    quantize = functools.partial(
+        maybe_quantize_kv_cache,
+        quantized_kv_start=quantized_kv_start,
+        kv_group_size=kv_group_size,
+        kv_bits=kv_bits,
+    )
+    session = Session(
+        target, drafter, picker, target_cache, draft_cache, stats, stream=stream, quantize=quantize, profile=profile
+    )
+    progress = prompt_progress_callback or (lambda done, total: None)
+    session.prefill(prompt, prefill_step_size, progress)
+    for i, token in enumerate(
+        decode(session, FixedBlockSize(width), max_tokens, end_tokens, quantized_kv_start if kv_bits else None)
+    ):
+        if i == 0:
+            progress(prompt.shape[0], prompt.shape[0])
+        yield token
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | Sequence[int],
+    max_tokens: int = 256,
+    draft_model: Any = None,
+    **options: Any,
+) -> Iterator[GenerationResponse]:
+    """Generate text, streamed: one response a token, the last with `finish_reason` and `stats`.
+
+    The texts of all responses join to `tokenizer.decode` of the tokens without the end token.
+
+    Args:
+        model, draft_model, options: as in `generate_step`; further options are `max_kv_size`, `prompt_cache`,
+            `prefill_step_size`, `kv_bits`, ... as in mlx-lm.
+        tokenizer: mlx-lm's wrapper or transformers' tokenizer; its `eos_token_ids` end the text.
+        prompt: text, or token ids.
+
+    Raises:
+        TargetError, DraftError: the pair can't be run. ValueError: an option is out of range.
+    """
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    ids = encode(tokenizer, prompt)
+    stats = GenerationStats(prompt_tokens=ids.shape[0])
+    text = TextStream(tokenizer)
+    end_tokens = tokenizer.eos_token_ids
+    tokens = _tokens(ids, model, draft_model, stats, max_tokens=max_tokens, end_tokens=end_tokens, **options)
+    start = time.perf_counter()
+    with wired_limit(model, [options.get("stream", generation_stream)]):
+        try:
+            for token in tokens:
+                stats.generation_tokens += 1
+                now = time.perf_counter()
+                if stats.generation_tokens == 1:
+                    stats.prefill_seconds, start = now - start, now
+                stats.generation_seconds = now - start
+                stats.peak_memory = mx.get_peak_memory() / 1e9
+                stopped = token.id in end_tokens
+                last = stopped or stats.generation_tokens == max_tokens
+                if last:
+                    tokens.close()  # the caches are settled before the caller sees the end
+                yield GenerationResponse(
+                    text=("" if stopped else text.add(token.id)) + (text.finish() if last else ""),
+                    token=token.id,
+                    logprobs=token.logprobs,
+                    from_draft=token.from_draft,
+                    prompt_tokens=stats.prompt_tokens,
+                    prompt_tps=stats.prompt_tps,
+                    generation_tokens=stats.generation_tokens,
+                    generation_tps=stats.generation_tps,
+                    peak_memory=stats.peak_memory,
+                    finish_reason=("stop" if stopped else "length") if last else None,
+                    stats=stats if last else None,
+                )
+                if last:
+                    return
+        finally:
+            tokens.close()
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | Sequence[int],
+    *,
+    verbose: bool = False,
+    **options: Any,
+) -> str:
+    """Generate the whole text; arguments as in `stream_generate`.
+
+    Args:
+        verbose: stream the text to stdout and a summary to stderr.
+    """
+    text, response = "", None
+    for response in stream_generate(model, tokenizer, prompt, **options):
+        text += response.text
+        if verbose:
+            print(response.text, end="", flush=True)
+    if verbose and response is not None and response.stats is not None:
+        print()
+        print(response.stats.summary(), file=sys.stderr)
+    return text
+
+
+def encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array:
+    """Token ids `[n]` of a prompt; special tokens are added unless the text already starts with the first."""
+    if isinstance(prompt, mx.array):
+        return prompt
+    if isinstance(prompt, str):
+        bos = tokenizer.bos_token
+        prompt = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+    return mx.array(list(prompt), mx.int32)
+
+
+def _block_size(drafter: Drafter | None, asked: int | None, stats: GenerationStats) -> int:
+    if drafter is None:
+        stats.draft_off_reason = "no draft was given"
+        return 1
+    if asked is not None and not 1 <= asked <= drafter.block_size:
+        raise ValueError(
+            f"block_size is {asked}, this draft was trained for blocks of 2 to {drafter.block_size} (1: plain)"
+        )
+    if asked == 1:
+        stats.draft_off_reason = "block size 1 is plain decoding"
+    stats.block_size = drafter.block_size if asked is None else asked
+    return stats.block_size
+
+
+def _caches(
+    target: Target, drafter: Drafter | None, given: list[Any] | None, max_kv_size: int | None
+) -> tuple[list[Any], list[Any]]:
+    """The caches of both models: fresh ones, or the given list split into the target's part and the draft's."""
+    fresh = target.make_cache(max_kv_size)
+    if given is None:
+        return fresh, drafter.make_cache() if drafter else []
+    target_cache, draft_cache = given[: len(fresh)], given[len(fresh) :]
+    if len(target_cache) < len(fresh):
+        raise ValueError(f"prompt_cache has {len(given)} entries, the target needs {len(fresh)}")
+    length = getattr(target_cache[0], "offset", 0)
+    if drafter is None:
+        return target_cache, []
+    if not draft_cache:
+        # The draft sees nothing of what came before, only proposes worse for a while; positions stay absolute.
+        return target_cache, drafter.make_cache(offset=length)
+    expected = len(drafter.make_cache())
+    if len(draft_cache) != expected:
+        raise DraftError(f"prompt_cache has {len(draft_cache)} draft entries, this draft needs {expected}")
+    if draft_cache and draft_cache[0].offset != length:
+        raise DraftError(f"prompt_cache holds {length} tokens of the target but {draft_cache[0].offset} of the draft")
+    return target_cache, draft_cache
