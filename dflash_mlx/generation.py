@@ -135,6 +135,8 @@ def stream_generate(
     prompt: str | mx.array | Sequence[int],
     max_tokens: int = 256,
     draft_model: Any = None,
+    *,
+    stats: GenerationStats | None = None,
     **options: Any,
 ) -> Iterator[GenerationResponse]:
     """Generate text, streamed: one response a token, the last with `finish_reason` and `stats`.
@@ -146,6 +148,7 @@ def stream_generate(
             `prefill_step_size`, `kv_bits`, ... as in mlx-lm.
         tokenizer: mlx-lm's wrapper or transformers' tokenizer; its `eos_token_ids` end the text.
         prompt: text, or token ids.
+        stats: filled as it goes, for a caller that may stop early; the last response carries it anyway.
 
     Raises:
         TargetError, DraftError: the pair can't be run. ValueError: an option is out of range.
@@ -153,7 +156,8 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     ids = encode(tokenizer, prompt)
-    stats = GenerationStats(prompt_tokens=ids.shape[0])
+    stats = GenerationStats() if stats is None else stats
+    stats.prompt_tokens = ids.shape[0]
     text = TextStream(tokenizer)
     end_tokens = tokenizer.eos_token_ids
     tokens = _tokens(ids, model, draft_model, stats, max_tokens=max_tokens, end_tokens=end_tokens, **options)

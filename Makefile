@@ -1,0 +1,36 @@
+# Each target sets up what it needs, on a machine with Python >= 3.10, make and the package index.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+PROMPT := class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.installed  ## stream text from the bundled pair and prove it equal to plain decoding
+	@printf '%b' '$(PROMPT)' | $(RUN)/dflash-mlx generate --model demo --prompt - --max-tokens 128 --check
+
+test: $(VENV)/.installed-test  ## run the tests
+	$(RUN)/python -m pytest -q
+
+lint: $(VENV)/.installed-test  ## check style and types
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+bench: $(VENV)/.installed  ## measure the bundled pair on this machine
+	$(RUN)/dflash-mlx benchmark --model demo
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/bin/python pyproject.toml
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@ $(VENV)/.installed

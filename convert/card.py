@@ -1,0 +1,77 @@
+"""The model card of a converted draft, and its upload. Knows the hub's library, not the tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_mlx.errors import DFlashError
+
+if TYPE_CHECKING:
+    from .convert import Conversion
+
+TEXT = """
+# {title}
+
+The DFlash draft [{source}]({link}){revision}, {what}, by dflash-mlx.
+It proposes blocks of {block} tokens for its target; it is no language model of its own.
+
+Licence: {licence}. The terms of the source apply to this copy.
+
+```bash
+pip install dflash-mlx
+dflash-mlx generate --model <target> --draft-model <this folder or repo> --prompt "hello"
+```
+"""
+
+
+def source_metadata(folder: Path) -> dict[str, Any]:
+    """Front matter of the source's README.md, {} without one."""
+    from huggingface_hub.repocard import metadata_load
+
+    readme = folder / "README.md"
+    return (metadata_load(readme) or {}) if readme.is_file() else {}
+
+
+def write_card(folder: Path, source: str, revision: str | None, source_folder: Path, result: Conversion) -> None:
+    """Write `README.md`: where the draft comes from, its licence, how to use it."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    meta = source_metadata(source_folder)
+    licence = meta.get("license")
+    local = Path(source).expanduser().exists()
+    config = result.config
+    quantization = config.quantization
+    data = ModelCardData(
+        license=licence,
+        license_name=meta.get("license_name"),
+        license_link=meta.get("license_link"),
+        base_model=meta.get("base_model"),
+        library_name="mlx",
+        pipeline_tag="text-generation",
+        tags=["mlx", "dflash", "speculative-decoding"],
+    )
+    text = TEXT.format(
+        title=result.path.name,
+        source=Path(source).name if local else source,
+        link="." if local else source,
+        revision=f" at revision {revision}" if revision else "",
+        what=f"quantised to {quantization['bits']} bits" if quantization else f"in {config.dtype or 'its own dtype'}",
+        block=config.block_size,
+        licence=licence or "not stated by the source; ask its authors before you pass it on",
+    )
+    ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")
+
+
+def upload(folder: Path, repo: str) -> None:
+    """Upload a converted draft. Raises `DFlashError` when the hub refuses; the local result stays."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        api = HfApi()
+        api.create_repo(repo, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a DFlash draft for MLX")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DFlashError(f"{repo}: upload failed ({first}); the result is in {folder}") from None

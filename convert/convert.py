@@ -1,0 +1,244 @@
+"""Convert a draft: z-lab's layout to MLX (optionally quantised) and back.
+
+Tensors stream through, one output file at a time; the result appears whole or not at all. Knows files and
+tensors; the draft's facts and checks are `dflash_mlx.draft`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from dflash_mlx.draft.config import DraftConfig
+from dflash_mlx.draft.weights import Quantized, TensorInfo, check_tensors, read_headers
+from dflash_mlx.errors import DFlashError, DraftError
+from dflash_mlx.loading import fetch_draft
+
+from .card import upload, write_card
+
+SHARD_BYTES = 5 * 10**9  # of the source; mlx-lm's own limit
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+# mode -> allowed (bits, group sizes); the first of each is the default, as in mlx-lm
+MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "affine": ((4, 2, 3, 5, 6, 8), (64, 32, 128)),
+    "mxfp4": ((4,), (32,)),
+    "nvfp4": ((4,), (16,)),
+    "mxfp8": ((8,), (32,)),
+}
+
+
+@dataclass
+class Conversion:
+    """What was written: `nbytes` of tensors in `files`, and matrices left unquantised with the reason."""
+
+    path: Path
+    config: DraftConfig
+    tensors: int = 0
+    nbytes: int = 0
+    quantized: int = 0
+    kept: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def convert_draft(
+    hf_path: str | Path,
+    mlx_path: str | Path,
+    *,
+    revision: str | None = None,
+    quantize: bool = False,
+    q_bits: int | None = None,
+    q_group_size: int | None = None,
+    q_mode: str = "affine",
+    dtype: str | None = None,
+    force: bool = False,
+    to_hf: bool = False,
+    upload_repo: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Conversion:
+    """Convert a draft.
+
+    Args:
+        hf_path: a repo of the hub or a local folder, in z-lab's layout or already in MLX's.
+        mlx_path: folder to write; must not exist.
+        quantize, q_bits, q_group_size, q_mode: quantise the matrices of attention and MLP. Norms and `fc` keep
+            their dtype; matrices whose columns the group size does not divide are kept and listed.
+        dtype: "bfloat16", "float16" or "float32" for what is not quantised; default: as in the source.
+        force: allow float16 for a bfloat16 draft, which is known to overflow.
+        to_hf: write the PyTorch layout; quantised matrices are dequantised.
+        upload_repo: also upload the result to this repo.
+        progress: called with (bytes read, bytes in all).
+
+    Raises:
+        DFlashError: a bad option, or `mlx_path` exists. DraftError: the source is not a draft we can read.
+    """
+    destination = Path(mlx_path).expanduser()
+    if destination.exists():
+        raise DFlashError(f"{destination} exists already; remove it or choose another --mlx-path")
+    scheme = _scheme(quantize, q_bits, q_group_size, q_mode)
+    if dtype is not None and dtype not in DTYPES:
+        raise DFlashError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    folder = fetch_draft(str(hf_path), revision)
+    tensors = read_headers(folder)
+    config, quantized = check_tensors(DraftConfig.from_file(folder / "config.json"), tensors, folder)
+    _check_options(hf_path, config, tensors, quantized, scheme, dtype, force, to_hf)
+    result = Conversion(destination, config)
+    writer = _Writer(tensors, quantized, None if to_hf else scheme, dtype, to_hf, result)
+    result.config = _new_config(config, quantized, scheme, dtype, to_hf)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}."))
+    try:
+        writer.write(temporary, progress)
+        (temporary / "config.json").write_text(json.dumps(result.config.to_dict(), indent=4) + "\n")
+        write_card(temporary, str(hf_path), revision, folder, result)
+        temporary.chmod(0o755)  # mkdtemp's are private
+        temporary.rename(destination)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if upload_repo:
+        upload(destination, upload_repo)
+    return result
+
+
+def _scheme(quantize: bool, bits: int | None, group_size: int | None, mode: str) -> Quantized | None:
+    if not quantize:
+        if bits is not None or group_size is not None or mode != "affine":
+            raise DFlashError("--q-bits, --q-group-size and --q-mode need -q")
+        return None
+    if mode not in MODES:
+        raise DFlashError(f"--q-mode {mode} is not one of {', '.join(MODES)}")
+    all_bits, all_sizes = MODES[mode]
+    scheme = Quantized(bits or all_bits[0], group_size or all_sizes[0], mode)
+    if scheme.bits not in all_bits:
+        raise DFlashError(f"--q-bits {bits}: mode {mode} has {', '.join(map(str, sorted(all_bits)))}")
+    if scheme.group_size not in all_sizes:
+        raise DFlashError(f"--q-group-size {group_size}: mode {mode} has {', '.join(map(str, sorted(all_sizes)))}")
+    return scheme
+
+
+def _check_options(
+    source: object,
+    config: DraftConfig,
+    tensors: Mapping[str, TensorInfo],
+    quantized: Mapping[str, Quantized],
+    scheme: Quantized | None,
+    dtype: str | None,
+    force: bool,
+    to_hf: bool,
+) -> None:
+    if quantized and scheme:
+        raise DraftError(f"{source} is quantised already; quantise the original, a second time only loses precision")
+    if to_hf and scheme:
+        raise DFlashError("--to-hf writes unquantised weights; leave out -q")
+    if quantized and dtype and not to_hf:
+        raise DFlashError("--dtype can't change a quantised draft; convert the original")
+    wide = config.dtype in ("bfloat16", "float32") or any(t.dtype in ("BF16", "F32") for t in tensors.values())
+    if dtype == "float16" and wide and not force:
+        raise DFlashError(
+            "--dtype float16 overflows in DFlash drafts and makes acceptance 0 without a message; "
+            "use bfloat16 or float32, or --force if you know that this one does not"
+        )
+
+
+def _new_config(
+    config: DraftConfig, quantized: Mapping[str, Quantized], scheme: Quantized | None, dtype: str | None, to_hf: bool
+) -> DraftConfig:
+    quantization = config.quantization if quantized and not to_hf else None
+    if scheme:
+        quantization = vars(scheme)
+    return replace(config, dtype=dtype or config.dtype, quantization=quantization)
+
+
+@dataclass
+class _Writer:
+    """Streams tensors from source files to output files, about one file's worth in memory."""
+
+    tensors: Mapping[str, TensorInfo]
+    quantized: Mapping[str, Quantized]
+    scheme: Quantized | None
+    dtype: str | None
+    to_hf: bool
+    result: Conversion
+
+    def write(self, folder: Path, progress: Callable[[int, int], None]) -> None:
+        groups = list(self._groups())
+        total, done = sum(t.nbytes for t in self.tensors.values()), 0
+        index: dict[str, str] = {}
+        for i, names in enumerate(groups, 1):
+            file = "model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+            arrays = self._convert(names)
+            mx.save_safetensors(str(folder / file), arrays, metadata={"format": "pt" if self.to_hf else "mlx"})
+            index.update(dict.fromkeys(arrays, file))
+            self.result.tensors += len(arrays)
+            self.result.nbytes += sum(array.nbytes for array in arrays.values())
+            done += sum(self.tensors[name].nbytes for name in names)
+            del arrays
+            mx.clear_cache()
+            progress(done, total)
+        if len(groups) > 1:
+            meta = {"metadata": {"total_size": self.result.nbytes}, "weight_map": dict(sorted(index.items()))}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(meta, indent=4) + "\n")
+
+    def _groups(self) -> Iterator[list[str]]:
+        """Source tensors by output file; the parts of a quantised matrix stay together, as names sort."""
+        group: list[str] = []
+        size = 0
+        for name in sorted(self.tensors, key=lambda name: name.rpartition(".")[0]):
+            if size and size + self.tensors[name].nbytes > SHARD_BYTES and name.endswith(".weight"):
+                yield group
+                group, size = [], 0
+            group.append(name)
+            size += self.tensors[name].nbytes
+        yield group
+
+    def _convert(self, names: list[str]) -> dict[str, mx.array]:
+        sources = {file: mx.load(str(file)) for file in {self.tensors[name].file for name in names}}  # lazy
+        arrays = {name: sources[self.tensors[name].file][name] for name in names}
+        out: dict[str, mx.array] = {}
+        for name, array in arrays.items():
+            path, _, kind = name.rpartition(".")
+            if path in self.quantized:
+                if not self.to_hf:
+                    out[name] = array
+                elif kind == "weight":
+                    out[name] = self._dequantized(path, arrays)
+                elif kind == "bias":
+                    out[name] = self._cast(array)
+            elif self.scheme and kind == "weight" and self._quantizable(name):
+                parts = mx.quantize(self._cast(array), self.scheme.group_size, self.scheme.bits, mode=self.scheme.mode)
+                out.update(zip((name, f"{path}.scales", f"{path}.biases"), parts, strict=False))
+                self.result.quantized += 1
+            else:
+                out[name] = self._cast(array)
+        return out
+
+    def _quantizable(self, name: str) -> bool:
+        assert self.scheme is not None
+        shape = self.tensors[name].shape
+        if len(shape) != 2:
+            return False
+        if name == "fc.weight":
+            self.result.kept.append("fc.weight (reads the target's raw hidden states)")
+            return False
+        if shape[1] % self.scheme.group_size:
+            self.result.kept.append(f"{name} ({shape[1]} columns, no multiple of {self.scheme.group_size})")
+            return False
+        return True
+
+    def _dequantized(self, path: str, arrays: Mapping[str, mx.array]) -> mx.array:
+        how = self.quantized[path]
+        weight = mx.dequantize(
+            arrays[f"{path}.weight"], arrays[f"{path}.scales"], arrays.get(f"{path}.biases"),
+            how.group_size, how.bits, mode=how.mode,
+        )  # fmt: skip
+        self.result.notes.append(f"{path} dequantised from {how.bits} bits")
+        return self._cast(weight)
+
+    def _cast(self, array: mx.array) -> mx.array:
+        return array.astype(DTYPES[self.dtype]) if self.dtype else array

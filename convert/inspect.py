@@ -1,0 +1,105 @@
+"""What a draft is, from its config and the headers of its files alone; nothing heavy is read or downloaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx import demo, hub
+from dflash_mlx.draft.config import DraftConfig, read_json
+from dflash_mlx.draft.weights import TensorInfo, check_tensors, read_headers
+from dflash_mlx.errors import DraftError
+
+# Tensor names that give a layout away, most telling first.
+KINDS = {
+    "candidate_selector.": "DFlash 2",
+    "markov_head.": "DSpark",
+    "hidden_norm.": "DFlash",
+    "encoder.": "Muse assistant",
+    "embed_tokens.": "a target (or a draft with its own embedding)",
+}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The facts of a draft.
+
+    Attributes:
+        kind: what its tensors say it is. problem: why it can't be run here, or None.
+        config: its facts, None when they can't be read. census: tensors, parameters and bytes by dtype.
+        fits: sizes that a target must have.
+    """
+
+    source: str
+    kind: str
+    problem: str | None
+    config: dict[str, Any] | None
+    tensors: int
+    parameters: int
+    nbytes: int
+    census: dict[str, dict[str, int]]
+    quantized: int
+    fits: dict[str, Any]
+
+
+def inspect_draft(path_or_repo: str | Path, *, revision: str | None = None) -> Inspection:
+    """Inspect a draft in a folder or on the hub (there by range requests for the headers).
+
+    Raises `DraftError` when config or headers can't be read at all; a draft that can be read but not run
+    comes back with its `problem`.
+    """
+    source = str(path_or_repo)
+    folder, tensors = _headers(source, revision)
+    raw = read_json(folder / "config.json")
+    config, quantized, problem = None, {}, None
+    try:
+        config = DraftConfig.from_dict(raw, str(folder / "config.json"))
+        config, quantized = check_tensors(config, tensors, folder)
+    except DraftError as error:
+        problem = str(error)
+    census: dict[str, Counter] = {}
+    for info in tensors.values():
+        size = 1
+        for n in info.shape:
+            size *= n
+        census.setdefault(info.dtype, Counter()).update(tensors=1, parameters=size, nbytes=info.nbytes)
+    return Inspection(
+        source=source,
+        kind=_kind(raw, tensors),
+        problem=problem,
+        config=asdict(config) if config else None,
+        tensors=len(tensors),
+        parameters=sum(c["parameters"] for c in census.values()),
+        nbytes=sum(info.nbytes for info in tensors.values()),
+        census={dtype: dict(counter) for dtype, counter in sorted(census.items())},
+        quantized=len(quantized),
+        fits=_fits(config, raw),
+    )
+
+
+def _headers(source: str, revision: str | None) -> tuple[Path, Mapping[str, TensorInfo]]:
+    local = demo.DRAFT if source == demo.NAME else Path(source).expanduser()
+    if local.is_dir():
+        return local, read_headers(local)
+    folder = hub.fetch(source, revision=revision, allow_patterns=["config.json", "README.md"], what="draft")
+    return folder, hub.remote_headers(source, revision)
+
+
+def _kind(raw: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
+    if "transformer_layer_config" in raw:
+        return "DFlash in the `speculators` layout"
+    return next((kind for part, kind in KINDS.items() if any(part in name for name in tensors)), "unknown")
+
+
+def _fits(config: DraftConfig | None, raw: Mapping[str, Any]) -> dict[str, Any]:
+    if config is None:
+        return {}
+    return {
+        "hidden_size": config.target_hidden_size or config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_target_layers or f"more than {max(config.target_layer_ids)}",
+        "base_model": raw.get("base_model") or raw.get("target_model_name_or_path"),
+    }

@@ -1,0 +1,56 @@
+"""`dflash-mlx`: one module a command, loaded only when it runs, so that --help is quick.
+
+A user's mistake ends in one line on stderr and exit code 1; anything else keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import DFlashError
+
+# command -> what it does; the module of the same name has add_arguments(parser) and run(args) -> exit code
+COMMANDS = {
+    "generate": "generate text, with a DFlash draft where there is one",
+    "convert": "convert a draft to MLX, quantise it, write it back, or inspect it",
+    "benchmark": "measure DFlash against plain mlx-lm on this machine",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="dflash-mlx", description="DFlash speculative decoding on MLX.")
+    parser.add_argument("--version", action="version", version=f"dflash-mlx {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    modules = {}
+    for name, what in COMMANDS.items():
+        modules[name] = importlib.import_module(f".{name}", __name__)
+        modules[name].add_arguments(commands.add_parser(name, help=what, description=what.capitalize() + "."))
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
+    try:
+        return modules[args.command].run(args)
+    except DFlashError as error:
+        return _fail(str(error))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left, e.g. `| head`
+        return 0
+    except OSError as error:
+        return _fail(f"{error.filename or 'input/output'}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _fail(message: str) -> int:
+    print(f"dflash-mlx: error: {' '.join(message.split())}", file=sys.stderr)
+    return 1

@@ -1,0 +1,165 @@
+"""`dflash-mlx generate`: text on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .options import add_generation_arguments, add_pair_arguments, add_prompt_arguments
+from .progress import progress_bar, status
+
+if TYPE_CHECKING:
+    from ..check import Verdict
+    from ..decode import GenerationStats
+    from ..loading import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_pair_arguments(parser)
+    add_prompt_arguments(parser)
+    add_generation_arguments(parser)
+    parser.add_argument("--check", action="store_true", help="decode again with plain mlx-lm and compare")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead of streamed text")
+    parser.add_argument("--verbose", "-v", action="store_true", help="show the rendered prompt and each round")
+
+
+def run(args: argparse.Namespace) -> int:
+    from .prompt import read_prompt, render
+
+    text = read_prompt(args.prompt)
+    if args.temp > 0 and args.seed is None:
+        args.seed = secrets.randbits(32)
+        print(f"seed {args.seed}", file=sys.stderr)
+    plan, model, draft, tokenizer = load_pair(args)
+    ids = render(tokenizer, text, args)
+    if args.verbose:
+        print(f"prompt ({ids.shape[0]} tokens): {tokenizer.decode(ids.tolist())!r}", file=sys.stderr)
+    tokens, answer, finish, stats = _stream(args, model, draft, tokenizer, ids)
+    verdict = None
+    if args.check and finish != "interrupted":
+        verdict = _check(args, model, tokenizer, ids, tokens)
+    if args.json:
+        print(json.dumps(_report(args, plan, answer, tokens, finish, stats, verdict)))
+    _summary(args, plan, stats, verdict)
+    if finish == "interrupted":
+        return 130
+    return 0 if verdict is None or verdict.identical or verdict.near_tie else 1
+
+
+def load_pair(args: argparse.Namespace) -> tuple[Plan, Any, Any, Any]:
+    """Plan, model, draft and tokenizer for the pair flags; says what was chosen."""
+    from ..errors import DFlashError
+    from ..loading import plan as make_plan
+
+    plan = make_plan(args.model, args.draft_model, revision=args.revision, draft_revision=args.draft_revision)
+    for note in plan.notes:
+        print(note, file=sys.stderr)
+    block = plan.block_size
+    if args.block_size and args.block_size > (block or 1):
+        limit = f"this draft's blocks have 1 to {block} tokens" if block else "there is no draft"
+        raise DFlashError(f"--block-size {args.block_size} is out of range: {limit}")
+    with status(f"loading {args.model}"):
+        return plan, *plan.load(
+            attn_implementation=args.attn_implementation,
+            adapter_path=args.adapter_path,
+            trust_remote_code=args.trust_remote_code,
+        )
+
+
+def _stream(
+    args: argparse.Namespace, model: Any, draft: Any, tokenizer: Any, ids: Any
+) -> tuple[list[int], str, str, GenerationStats]:
+    """Generate and print; Ctrl-C ends the text and keeps what there is."""
+    from ..decode import GenerationStats
+    from ..generation import stream_generate
+
+    tokens: list[int] = []
+    answer, finish, stats = "", "interrupted", GenerationStats(prompt_tokens=ids.shape[0])
+    with progress_bar("prompt") as progress:
+        responses = stream_generate(
+            model,
+            tokenizer,
+            ids,
+            args.max_tokens,
+            draft,
+            temp=args.temp,
+            seed=args.seed,
+            block_size=args.block_size if draft is not None else None,
+            prefill_step_size=args.prefill_step_size,
+            prompt_progress_callback=progress,
+            stats=stats,
+            **cache_options(args),
+        )
+        try:
+            for response in responses:
+                tokens.append(response.token)
+                answer += response.text
+                finish = response.finish_reason or finish
+                if not args.json:
+                    print(response.text, end="", flush=True)
+        except KeyboardInterrupt:
+            responses.close()
+    if not args.json:
+        print(flush=True)
+    return tokens, answer, finish, stats
+
+
+def cache_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The cache flags as mlx-lm's arguments."""
+    if args.kv_bits is None:
+        return {}
+    return {
+        "kv_bits": args.kv_bits,
+        "kv_group_size": args.kv_group_size,
+        "quantized_kv_start": args.quantized_kv_start,
+    }
+
+
+def _check(args: argparse.Namespace, model: Any, tokenizer: Any, ids: Any, tokens: list[int]) -> Verdict:
+    from ..check import compare_with_plain
+
+    with status("decoding again without the draft"):
+        return compare_with_plain(
+            model,
+            ids,
+            tokens,
+            end_tokens=tokenizer.eos_token_ids,
+            temp=args.temp,
+            seed=args.seed,
+            prefill_step_size=args.prefill_step_size,
+            **cache_options(args),
+        )
+
+
+def _report(
+    args: argparse.Namespace,
+    plan: Plan,
+    answer: str,
+    tokens: list[int],
+    finish: str,
+    stats: GenerationStats,
+    verdict: Verdict | None,
+) -> dict[str, Any]:
+    return {
+        "model": args.model,
+        "draft_model": plan.draft,
+        "notes": plan.notes,
+        "text": answer,
+        "tokens": tokens,
+        "finish_reason": finish,
+        "stats": stats.to_dict(),
+        "check": verdict.to_dict() if verdict else None,
+    }
+
+
+def _summary(args: argparse.Namespace, plan: Plan, stats: GenerationStats, verdict: Verdict | None) -> None:
+    if args.verbose:
+        for i, (width, accepted) in enumerate(zip(stats.block_sizes, stats.accepted, strict=True), 1):
+            print(f"round {i}: {width} verified, {accepted} draft tokens accepted", file=sys.stderr)
+    print(f"draft {plan.draft or 'none'}: {stats.summary()}", file=sys.stderr)
+    if verdict is not None:
+        speed = stats.generation_tps / verdict.plain_tps if verdict.plain_tps else 0.0
+        print(f"check: {verdict}; {speed:.2f}x the speed of plain decoding here", file=sys.stderr)

@@ -1,0 +1,75 @@
+"""Flags that several commands share, and their types: a bad value is refused before anything loads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+
+def at_least(minimum: float, kind: type = int) -> Any:
+    """An argparse type: a number of `kind` not below `minimum`."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not minimum <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is out of range, {minimum} is the least")
+        return value
+
+    return parse
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("expected a JSON object, e.g. '{\"enable_thinking\": false}'")
+    return value
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which target and which draft."""
+    group = parser.add_argument_group("models")
+    group.add_argument("--model", required=True, help='target: a repo, a folder in mlx-lm\'s format, or "demo"')
+    group.add_argument(
+        "--draft-model", default="auto", help='draft: "auto" (default) looks the pair up, "none", a repo or a folder'
+    )
+    group.add_argument("--revision", help="revision of the target repo")
+    group.add_argument("--draft-revision", help="revision of the draft repo")
+    group.add_argument("--adapter-path", help="LoRA adapters for the target")
+    group.add_argument("--trust-remote-code", action="store_true", help="let the target's repo run its own code")
+    group.add_argument(
+        "--attn-implementation", choices=["sdpa", "eager"], default="sdpa", help="attention of the draft"
+    )
+
+
+def add_generation_arguments(parser: argparse.ArgumentParser, max_tokens: int = 256) -> None:
+    """How to decode; names as in mlx-lm."""
+    group = parser.add_argument_group("decoding")
+    group.add_argument("--max-tokens", "-m", type=at_least(1), default=max_tokens, help="default: %(default)s")
+    group.add_argument("--temp", type=at_least(0.0, float), default=0.0, help="temperature, 0 is greedy (default)")
+    group.add_argument("--seed", type=at_least(0), help="noise of a sampled run; random when not given")
+    group.add_argument(
+        "--block-size", type=at_least(1), help="tokens of a block; default: the draft's own, 1 decodes plainly"
+    )
+    group.add_argument("--prefill-step-size", type=at_least(1), default=2048, help="default: %(default)s")
+    group.add_argument("--kv-bits", type=int, choices=[2, 3, 4, 5, 6, 8], help="quantise the target's KV cache")
+    group.add_argument("--kv-group-size", type=int, choices=[32, 64, 128], default=64, help="default: %(default)s")
+    group.add_argument("--quantized-kv-start", type=at_least(0), default=5000, help="default: %(default)s")
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to say and how to render it."""
+    group = parser.add_argument_group("prompt")
+    group.add_argument("--prompt", "-p", required=True, help='text, or "-" to read it from stdin')
+    group.add_argument("--system-prompt", help="system message for the chat template")
+    group.add_argument("--ignore-chat-template", action="store_true", help="use the prompt as it is")
+    group.add_argument(
+        "--chat-template-config", type=json_object, default={}, metavar="JSON", help="arguments of the chat template"
+    )

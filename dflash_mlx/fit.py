@@ -1,0 +1,101 @@
+"""Whether a draft and a target belong together, from their facts alone, before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx import nn
+
+from .draft import DraftConfig
+from .errors import DraftError, TargetError
+from .target import Target
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a draft has to agree with: widths in elements, vocabulary in rows of the embedding."""
+
+    name: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+    @classmethod
+    def from_config(cls, name: str, config: Mapping[str, Any]) -> TargetFacts:
+        """From a target's `config.json`; a wrapper's text model is under `text_config`.
+
+        Raises `TargetError` when a size is missing.
+        """
+        text = {**config, **(config.get("text_config") or {})}
+        try:
+            return cls(name, text["hidden_size"], text["vocab_size"], text["num_hidden_layers"])
+        except KeyError as error:
+            raise TargetError(f"{name}: its config.json has no {error.args[0]}, so no draft can be matched") from None
+
+    @classmethod
+    def from_model(cls, target: Target) -> TargetFacts:
+        return cls(target.name, target.hidden_size, target.vocab_size, len(target.layers))
+
+
+def refuse_draft_as_target(name: str, config: Mapping[str, Any]) -> None:
+    """mlx-lm would load a draft as the `model_type` it names, and run nonsense."""
+    if config.get("dflash_config") or any("DFlash" in str(a) for a in config.get("architectures") or []):
+        raise TargetError(f"{name} is a DFlash draft, not a target; give it as --draft-model")
+
+
+def check_fit(draft: DraftConfig, target: TargetFacts, draft_name: str) -> None:
+    """Raise `DraftError` with both numbers unless the draft was made for a target of these sizes."""
+    for what, ours, theirs in (
+        ("hidden_size", draft.hidden_size, target.hidden_size),
+        ("target_hidden_size", draft.target_hidden_size or draft.hidden_size, target.hidden_size),
+        ("vocab_size", draft.vocab_size, target.vocab_size),
+        ("num_target_layers", draft.num_target_layers or target.num_layers, target.num_layers),
+    ):
+        if ours != theirs:
+            raise DraftError(f"draft {draft_name} does not fit {target.name}: {what} {ours} against {theirs}")
+    if (deepest := max(draft.target_layer_ids)) >= target.num_layers:
+        raise DraftError(
+            f"draft {draft_name} does not fit {target.name}: it taps layer {deepest} of {target.num_layers} layers"
+        )
+
+
+def check_family(name: str, config: Mapping[str, Any]) -> None:
+    """Raise `TargetError` by family name unless mlx-lm has this model and its caches can be rewound.
+
+    Builds the model without weights, which costs no memory: MLX arrays stay unevaluated.
+    """
+    from mlx_lm.utils import _get_classes
+
+    family = config.get("model_type", "an unnamed model type")
+    try:
+        model_class, args_class = _get_classes(dict(config))
+    except (ValueError, KeyError):
+        raise TargetError(f"{name}: mlx-lm has no model type {family!r}") from None
+    skeleton: nn.Module = model_class(args_class.from_dict(dict(config)))
+    target = Target(skeleton)
+    target.require_rewindable(target.make_cache())
+
+
+def check_special_tokens(draft: Path, target: Path, draft_name: str) -> None:
+    """Raise `DraftError` when the draft ships a tokenizer whose special tokens have other ids than the target's."""
+    ours, theirs = _special_tokens(draft), _special_tokens(target)
+    for token, number in ours.items():
+        if token in theirs and theirs[token] != number:
+            raise DraftError(
+                f"draft {draft_name} was made for another tokenizer: {token} is {number} there, {theirs[token]} here"
+            )
+
+
+def _special_tokens(folder: Path) -> dict[str, int]:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
+    return {entry["content"]: entry["id"] for entry in added}
+
+
+__all__ = ["TargetFacts", "check_family", "check_fit", "check_special_tokens", "refuse_draft_as_target"]

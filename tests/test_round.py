@@ -1,0 +1,133 @@
+"""The round itself: one sync, order of draft, verify and yield (C13), first tokens, no copy of the context."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from scripted import ScriptedDrafter, plain_tokens
+from tiny import make_draft, make_target
+
+from dflash_mlx import generate_step
+from dflash_mlx.decode import GenerationStats, round
+from dflash_mlx.generation import _tokens
+
+
+class Waits:
+    """Counts every way in which Python can wait for the device."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        for name in ("tolist", "item", "__array__", "__bool__", "__int__", "__float__"):
+            if hasattr(mx.array, name):
+                monkeypatch.setattr(mx.array, name, self._counted(getattr(mx.array, name)))
+        for name in ("eval", "synchronize"):
+            monkeypatch.setattr(mx, name, self._counted(getattr(mx, name)))
+
+    def _counted(self, call):
+        def counted(*args, **kwargs):
+            self.count += 1
+            return call(*args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.parametrize("options", [{}, {"temp": 0.8, "seed": 1}])
+def test_one_sync_a_round(monkeypatch, options):
+    model, draft = make_target(), make_draft()
+    stats = GenerationStats()
+    tokens = _tokens(mx.array([1, 2, 3]), model, draft, stats, max_tokens=40, **options)
+    next(tokens)  # prefill, first token, first round queued
+    waits = Waits(monkeypatch)
+    list(tokens)
+    assert stats.rounds > 5
+    assert waits.count == stats.rounds
+
+
+def test_the_counter_sees_a_second_sync(monkeypatch):
+    """The test above must be able to fail."""
+    model, draft = make_target(), make_draft()
+    stats = GenerationStats()
+    real = round.count_accepted
+    monkeypatch.setattr(round, "count_accepted", lambda p, t: mx.array(real(p, t).item()))
+    tokens = _tokens(mx.array([1, 2, 3]), model, draft, stats, max_tokens=40)
+    next(tokens)
+    waits = Waits(monkeypatch)
+    list(tokens)
+    assert waits.count > stats.rounds
+
+
+def test_the_first_token_comes_before_the_second_draft_and_the_next_round_before_its_text():
+    model, prompt = make_target(), [3, 1, 4, 1, 5]
+    truth = plain_tokens(model, prompt, 30)
+    draft = ScriptedDrafter([*prompt, *truth], lambda i: 3)
+    log = draft.log
+    for token, _, _ in generate_step(prompt, model, draft, max_tokens=13):
+        log.append(f"token {token}")
+    assert log[0] == "draft", "round 1 is queued before the first token is handed out"
+    assert log[1] == f"token {truth[0]}"
+    assert log[2] == "draft", "round 2 is queued before the text of round 1"
+    assert log[3:7] == [f"token {t}" for t in truth[1:5]]
+    assert [entry for entry in log if entry != "draft"] == [f"token {t}" for t in truth[:13]]
+
+
+def test_an_exception_in_the_consumer_leaves_the_target_as_it_was():
+    model, draft, prompt = make_target(), make_draft(), [3, 1, 4]
+    before = [type(layer) for layer in model.layers], type(model.model), sorted(vars(model.layers[0]))
+    truth = plain_tokens(model, prompt, 20)
+    with pytest.raises(ZeroDivisionError):
+        for i, _ in enumerate(generate_step(prompt, model, draft, max_tokens=20)):
+            1 / (5 - i)
+    assert ([type(layer) for layer in model.layers], type(model.model), sorted(vars(model.layers[0]))) == before
+    assert plain_tokens(model, prompt, 20) == truth
+
+
+def test_plain_decoding_builds_each_step_before_the_last_is_known():
+    """Without this a plain step would wait for Python, and be slower than mlx-lm's."""
+    model = make_target()
+    forwards, own = [], type(model).__call__
+
+    class Counting(type(model)):
+        def __call__(self, *args, **kwargs):
+            forwards.append(1)
+            return own(self, *args, **kwargs)
+
+    model.__class__ = Counting
+    steps = generate_step([1, 2, 3], model, max_tokens=10)
+    next(steps)
+    assert len(forwards) == 3, "prompt, first token, and the next step queued ahead"
+    rest = list(steps)
+    assert len(rest) == 9
+    assert len(forwards) == 12, "and one forward that leaves the cache at prompt + tokens"
+
+
+def test_draft_cache_grows_by_a_share_and_not_every_round():
+    """Buffers are reallocated ever more rarely, so a round's copies do not grow with the context."""
+    draft = make_draft()
+    cache = draft.make_cache()
+    moves, buffers = 0, None
+    for _ in range(2000):
+        draft.extend(mx.zeros((1, 4, 64)), cache)
+        mx.eval([c.state for c in cache])
+        if (size := cache[0].keys.shape[2]) != buffers:
+            moves, buffers = moves + 1, size
+    assert cache[0].rows == 8000
+    assert moves < 24
+
+
+@pytest.mark.parametrize("bad", [{"max_tokens": 0}, {"max_tokens": -2}, {"prefill_step_size": 0}, {"temp": -1.0}])
+def test_options_out_of_range_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        list(generate_step([1, 2], make_target(), **bad))
+
+
+def test_an_empty_prompt_and_a_foreign_draft_are_refused():
+    with pytest.raises(ValueError, match="at least one token"):
+        list(generate_step([], make_target()))
+    with pytest.raises(TypeError, match="Drafter protocol"):
+        list(generate_step([1], make_target(), object()))
+
+
+@pytest.mark.parametrize("block", [0, 9, 64])
+def test_block_size_outside_the_drafts_is_refused(block):
+    with pytest.raises(ValueError, match="blocks of 2 to 8"):
+        list(generate_step([1], make_target(), make_draft(), block_size=block))

@@ -1,0 +1,94 @@
+"""Tiny real models: mlx-lm targets and random drafts for them, small enough to run by the dozen on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from dflash_mlx.draft import DFlashDraftModel, DraftConfig
+
+VOCAB = 256
+TARGETS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16, "max_position_embeddings": 4096, "tie_word_embeddings": True},
+    "qwen3-untied": {"head_dim": 16, "max_position_embeddings": 4096, "tie_word_embeddings": False},
+    "qwen3-wide": {"head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 16, "max_position_embeddings": 4096, "tie_word_embeddings": False, "num_experts": 8,
+        "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+}  # fmt: skip
+
+
+def target_config(family: str, layers: int = 4, vocab: int = VOCAB, hidden: int = 64) -> dict[str, Any]:
+    """A `config.json` of an mlx-lm target."""
+    return {
+        "model_type": family.partition("-")[0], "hidden_size": hidden, "num_hidden_layers": layers,
+        "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+        "vocab_size": vocab, "rope_theta": 10000.0, **TARGETS[family],
+    }  # fmt: skip
+
+
+def make_target(family: str = "qwen3", dtype: mx.Dtype = mx.float32, seed: int = 0, **sizes: int) -> nn.Module:
+    """A random target with logits that differ enough to have a clear best token."""
+    config = target_config(family, **sizes)
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    return _randomised(model, dtype)
+
+
+def draft_config(**changes: Any) -> dict[str, Any]:
+    """A draft's `config.json` for the tiny targets; a value of None removes the key."""
+    config = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
+        "vocab_size": VOCAB, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096,
+        "block_size": 8, "num_target_layers": 4, "attention_bias": False, "hidden_act": "silu",
+        "dtype": "float32", "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 255},
+    }  # fmt: skip
+    config.update(changes)
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def make_draft(dtype: mx.Dtype = mx.float32, seed: int = 1, **changes: Any) -> DFlashDraftModel:
+    """A random draft."""
+    mx.random.seed(seed)
+    return _randomised(DFlashDraftModel(DraftConfig.from_dict(draft_config(**changes))), dtype)
+
+
+def save_draft(folder: Path, draft: DFlashDraftModel, config: dict[str, Any] | None = None) -> Path:
+    """Write a draft as z-lab publishes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(draft.parameters())), {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config or draft.config.to_dict()))
+    return folder
+
+
+def save_target(folder: Path, model: nn.Module, config: dict[str, Any]) -> Path:
+    """Write a target in mlx-lm's format, without a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _randomised(model: Any, dtype: mx.Dtype) -> Any:
+    """Weights of a size at which every layer matters; norms near one."""
+    weights = []
+    for name, array in tree_flatten(model.parameters()):
+        noise = mx.random.normal(array.shape)
+        weights.append((name, 1 + 0.1 * noise if array.ndim == 1 else noise * array.shape[-1] ** -0.5 * 1.5))
+    model.load_weights(weights)
+    model.set_dtype(dtype)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
