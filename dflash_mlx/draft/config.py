@@ -132,7 +132,7 @@ class DraftConfig:
             num_target_layers=target_layers,
             target_hidden_size=read.optional_int("target_hidden_size"),
             attention_bias=bool(read.get("attention_bias", default=False)),
-            final_logit_softcapping=read.optional_number("final_logit_softcapping"),
+            final_logit_softcapping=read.optional_number("final_logit_softcapping", zero_is_off=True),
             input_embedding_scale=read.optional_number("input_embedding_scale") or 1.0,
             output_multiplier=read.optional_number("output_multiplier") or 1.0,
             dtype=config.get("dtype") or config.get("torch_dtype"),
@@ -249,8 +249,9 @@ class _Reader:
             raise self.error(field, f"{value!r} is not a positive number")
         return float(value)
 
-    def optional_number(self, field: str) -> float | None:
-        return None if self.get(field, default=None) is None else self.number(field)
+    def optional_number(self, field: str, zero_is_off: bool = False) -> float | None:
+        off = (None, 0) if zero_is_off else (None,)
+        return None if self.get(field, default=None) in off else self.number(field)
 
 
 def _head_dim(read: _Reader, hidden: int, heads: int) -> int:
@@ -352,19 +353,28 @@ def _rope_scaling(read: _Reader, name: str, section: dict[str, Any]) -> dict[str
         value = section.get(field)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
             raise read.error(f"{name}.{field}", f"{value!r}: rope_type {kind!r} needs a positive number")
+    if (factor := section.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        raise read.error(f"{name}.partial_rotary_factor", f"{factor} is not supported yet")
     if kind == "default":
         return None
     if kind == "yarn":
-        _check_yarn(read, name, section)
+        section = _yarn(read, name, section)
     fields = {key: value for key, value in section.items() if key not in ("rope_theta", "type") and value is not None}
     return {**fields, "rope_type": kind}
 
 
-def _check_yarn(read: _Reader, name: str, section: dict[str, Any]) -> None:
-    """mlx-lm's yarn derives the attention factor and truncates; refuse a config that wants something else."""
+def _yarn(read: _Reader, name: str, section: dict[str, Any]) -> dict[str, Any]:
+    """What mlx-lm's yarn needs to do as transformers does, or an error where it can't.
+
+    transformers takes a stated `attention_factor` first, then the ratio of `mscale` and `mscale_all_dim` if both
+    are given, else 0.1 ln(factor) + 1. mlx-lm always takes the ratio, with defaults that give the last.
+    """
     if section.get("truncate") is False:
         raise read.error(f"{name}.truncate", "false is not supported by mlx-lm's yarn")
     stated = section.get("attention_factor")
     derived = 0.1 * math.log(section["factor"]) + 1.0 if section["factor"] > 1 else 1.0
     if stated is not None and abs(stated - derived) > 1e-4:
         raise read.error(f"{name}.attention_factor", f"{stated} differs from the derived {derived:.4f}: not supported")
+    ratio = stated is None and section.get("mscale") and section.get("mscale_all_dim")
+    unused = ("attention_factor",) if ratio else ("attention_factor", "mscale", "mscale_all_dim")
+    return {key: value for key, value in section.items() if key not in unused}

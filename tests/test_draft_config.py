@@ -1,0 +1,175 @@
+"""Cases C6, C7 (tap lists) and C8: every spelling of a draft's config, and what is wrong with a bad one."""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from tiny import draft_config, make_draft
+
+from dflash_mlx import DraftError
+from dflash_mlx.draft import DFlashDraftModel, DraftConfig, build_target_layer_ids, extract_context_feature
+
+NESTED = {"target_layer_ids": [0, 2], "mask_token_id": 255}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+def spelled(**changes):
+    return draft_config(**changes)
+
+
+# One weight file, many spellings: each must give the same block logits as the first.
+SPELLINGS = {
+    "z-lab": spelled(),
+    "flat": spelled(dflash_config=None, **NESTED),
+    "rope under rope_parameters": spelled(
+        rope_theta=None, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}
+    ),
+    "rope_parameters without rope_theta": spelled(rope_parameters={"rope_type": "default"}),
+    "rope in both, equal": spelled(rope_parameters={"rope_theta": 10000.0}),
+    "block_size nested": spelled(block_size=None, dflash_config={**NESTED, "block_size": 8}),
+    "block_size in both, equal": spelled(dflash_config={**NESTED, "block_size": 8}),
+    "rope_scaling null": {**spelled(), "rope_scaling": None},
+    "rope_scaling type default": spelled(rope_scaling={"type": "default"}),
+    "head_dim derived": spelled(head_dim=None),
+    "layer_types explicit": spelled(layer_types=["full_attention"] * 2),
+    "soft-cap off": spelled(final_logit_softcapping=0),
+    "torch_dtype": spelled(dtype=None, torch_dtype="float32"),
+    "no num_target_layers": spelled(num_target_layers=None),
+}
+YARNS = {
+    "rope_scaling": spelled(rope_scaling=YARN),
+    "rope_scaling with type": spelled(rope_scaling={**YARN, "rope_type": None, "type": "yarn"}),
+    "rope_parameters": spelled(rope_theta=None, rope_parameters={**YARN, "rope_theta": 10000.0}),
+    "mscale alone is ignored, as in transformers": spelled(rope_scaling={**YARN, "mscale": 0.7}),
+    "mscale_all_dim alone likewise": spelled(rope_scaling={**YARN, "mscale_all_dim": 1.0}),
+    "attention_factor before mscale": spelled(
+        rope_scaling={**YARN, "mscale": 0.7, "mscale_all_dim": 1.0, "attention_factor": 1.138629}
+    ),
+    "attention_factor as derived": spelled(rope_scaling={**YARN, "attention_factor": 1.138629}),
+}
+
+
+def block_logits(config) -> mx.array:
+    draft = DFlashDraftModel(DraftConfig.from_dict(config))
+    draft.load_weights(tree_flatten(make_draft().parameters()))
+    mx.random.seed(5)
+    context = draft.context_feature(mx.random.normal((1, 20, 128)))
+    table = mx.random.normal((256, 64))
+    ids = mx.array([[4] + [255] * 7])
+    return draft.logits(ids, context, draft.make_cache(), embed=lambda i: table[i], head=lambda h: h @ table.T)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_valid_spellings_give_identical_block_logits(name):
+    assert mx.array_equal(block_logits(SPELLINGS[name]), block_logits(SPELLINGS["z-lab"]))
+
+
+@pytest.mark.parametrize("name", YARNS)
+def test_yarn_spellings_agree_and_differ_from_the_default_rope(name):
+    logits = block_logits(YARNS[name])
+    assert mx.array_equal(logits, block_logits(YARNS["rope_scaling"]))
+    assert not mx.allclose(logits, block_logits(SPELLINGS["z-lab"]), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [*SPELLINGS, *YARNS])
+def test_to_dict_round_trips(name):
+    config = DraftConfig.from_dict({**SPELLINGS, **YARNS}[name])
+    assert DraftConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+SLIDING = ["sliding_attention", "full_attention"]
+# what is wrong, and what the error must name
+FAULTS = {
+    "block_size in both, different": (spelled(dflash_config={**NESTED, "block_size": 16}), "block_size"),
+    "taps in both, different": (spelled(target_layer_ids=[0, 1]), "target_layer_ids"),
+    "rope_theta in both, different": (spelled(rope_parameters={"rope_theta": 1e6}), "rope_theta"),
+    "rope types disagree": (spelled(rope_scaling={**YARN, "type": "linear"}), "rope_scaling"),
+    "rope_scaling against rope_parameters": (
+        spelled(rope_scaling=YARN, rope_parameters={**YARN, "factor": 8.0}),
+        "rope_scaling",
+    ),
+    "no rope_theta": (spelled(rope_theta=None), "rope_theta"),
+    "rope_theta of text": (spelled(rope_theta="big"), "rope_theta"),
+    "no block_size": (spelled(block_size=None), "block_size"),
+    "block_size 1": (spelled(block_size=1), "block_size"),
+    "block_size of text": (spelled(block_size="8"), "block_size"),
+    "unknown rope type": (spelled(rope_scaling={"rope_type": "spiral", "factor": 2.0}), "rope_scaling.rope_type"),
+    "dynamic rope": (spelled(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_scaling.rope_type"),
+    "yarn without factor": (spelled(rope_scaling={"rope_type": "yarn"}), "rope_scaling.factor"),
+    "yarn without original length": (
+        spelled(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        "original_max_position_embeddings",
+    ),
+    "yarn with another attention factor": (spelled(rope_scaling={**YARN, "attention_factor": 2.0}), "attention_factor"),
+    "no taps key": (spelled(dflash_config={"mask_token_id": 255}), "target_layer_ids"),
+    "empty taps": (spelled(dflash_config={**NESTED, "target_layer_ids": []}), "target_layer_ids"),
+    "tap beyond the target": (spelled(dflash_config={**NESTED, "target_layer_ids": [0, 4]}), "num_target_layers 4"),
+    "negative tap": (spelled(dflash_config={**NESTED, "target_layer_ids": [-1]}), "target_layer_ids"),
+    "tap twice": (spelled(dflash_config={**NESTED, "target_layer_ids": [2, 2]}), "target_layer_ids"),
+    "taps of text": (spelled(dflash_config={**NESTED, "target_layer_ids": "0,2"}), "target_layer_ids"),
+    "no mask": (spelled(dflash_config={"target_layer_ids": [0, 2]}), "mask_token_id"),
+    "mask = vocabulary": (spelled(dflash_config={**NESTED, "mask_token_id": 256}), "mask_token_id"),
+    "mask negative": (spelled(dflash_config={**NESTED, "mask_token_id": -1}), "mask_token_id"),
+    "no hidden_size": (spelled(hidden_size=None), "hidden_size"),
+    "hidden_size 0": (spelled(hidden_size=0), "hidden_size"),
+    "no eps": (spelled(rms_norm_eps=None), "rms_norm_eps"),
+    "heads no multiple": (spelled(num_key_value_heads=3), "num_key_value_heads"),
+    "head_dim not derivable": (spelled(head_dim=None, num_attention_heads=6, num_key_value_heads=2), "head_dim"),
+    "layer_types too short": (spelled(layer_types=["full_attention"]), "layer_types"),
+    "layer_types unknown": (spelled(layer_types=["full_attention", "linear_attention"]), "layer_types"),
+    "sliding without window": (spelled(layer_types=SLIDING), "sliding_window"),
+    "is_causal of text": (spelled(is_causal="yes"), "is_causal"),
+    "another activation": (spelled(hidden_act="gelu"), "hidden_act"),
+    "partial rotary of the rope": (
+        spelled(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor",
+    ),
+    "partial rotary": (spelled(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "DFlash 2": (spelled(architectures=["DFlash2DraftModel"]), "DFlash 2"),
+    "speculators": (spelled(transformer_layer_config={}), "speculators"),
+    "a target": (spelled(architectures=["Qwen3ForCausalLM"], dflash_config=None), "Qwen3ForCausalLM"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_named_with_field_and_file(name):
+    config, named = FAULTS[name]
+    with pytest.raises(DraftError) as caught:
+        DraftConfig.from_dict(config, "somewhere/config.json")
+    message = str(caught.value)
+    assert named in message
+    assert "somewhere/config.json" in message
+    assert "\n" not in message
+
+
+# layer_types, use_swa, is_causal, nested causal -> (window, causal) by layer
+ATTENTION = [
+    ({}, [(None, False), (None, False)]),
+    ({"layer_types": SLIDING, "sliding_window": 16}, [(16, True), (None, False)]),
+    ({"layer_types": SLIDING, "sliding_window": 16, "is_causal": False}, [(16, False), (None, False)]),
+    ({"is_causal": True}, [(None, True), (None, True)]),
+    ({"dflash_config": {**NESTED, "use_swa": True, "swa_window_size": 32}}, [(32, False), (32, False)]),
+    ({"dflash_config": {**NESTED, "use_swa": True, "causal": True}, "sliding_window": 8}, [(8, True), (8, True)]),
+    ({"dflash_config": {**NESTED, "causal": True}, "is_causal": False}, [(None, False), (None, False)]),
+    ({"layer_types": SLIDING, "sliding_window": 16, "swa_window_size": 4}, [(4, True), (None, False)]),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), ATTENTION)
+def test_attention_shape_follows_the_published_precedence(changes, expected):
+    config = DraftConfig.from_dict(draft_config(**changes))
+    assert [(config.window(i), config.causal(i)) for i in range(2)] == expected
+
+
+def test_build_target_layer_ids_spreads_evenly():
+    assert build_target_layer_ids(36, 5) == [1, 9, 17, 25, 33]
+    assert build_target_layer_ids(24, 5) == [1, 6, 11, 16, 21]
+    assert build_target_layer_ids(32, 1) == [16]
+
+
+def test_extract_context_feature_skips_the_embedding_and_keeps_the_order():
+    states = [mx.full((1, 2, 3), float(i)) for i in range(5)]
+    assert extract_context_feature(states, [2, 0])[0, 0].tolist() == [3.0] * 3 + [1.0] * 3

@@ -1,0 +1,35 @@
+"""On the bundled pair every round accepts exactly what the reference MLX implementation accepts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_mlx import stream_generate
+
+RECORD = json.loads((Path(__file__).parent / "reference" / "accepted_mlx.json").read_text())
+
+
+@pytest.mark.parametrize("block", [4, 8, 16])
+def test_accepted_lengths_equal_the_references(demo_pair, block):
+    model, draft, tokenizer = demo_pair
+    emitted = rounds = 0
+    for run in RECORD["runs"]:
+        if run["block_size"] != block:
+            continue
+        responses = list(
+            stream_generate(model, tokenizer, run["prompt"], RECORD["max_tokens"], draft, block_size=block)
+        )
+        stats = responses[-1].stats
+        tokens = [r.token for r in responses]
+        assert tokens == run["tokens"]
+        per_round, left = [], len(tokens) - 1
+        for kept in stats.accepted:
+            per_round.append(min(kept + 1, left))
+            left -= per_round[-1]
+        assert per_round == run["emitted"]
+        emitted, rounds = emitted + sum(per_round), rounds + stats.rounds
+    print(f"block {block}: tau {emitted / rounds:.3f}")
+    assert emitted / rounds > 2

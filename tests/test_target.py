@@ -1,0 +1,166 @@
+"""Cases C7 and C8 on the target's side: taps, embedding, head, and a target that stays as it was."""
+
+from __future__ import annotations
+
+import threading
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from scripted import plain_tokens
+from tiny import make_draft, make_target
+
+from dflash_mlx import TargetError, generate_step
+from dflash_mlx.target import Target
+
+IDS = mx.array([[5, 9, 200, 31]])
+
+
+def outputs_by_hand(model, ids):
+    """Every layer's output, layer by layer."""
+    from mlx_lm.models.base import create_attention_mask
+
+    h = model.model.embed_tokens(ids)
+    outputs = []
+    for layer in model.layers:
+        h = layer(h, create_attention_mask(h, None), None)
+        outputs.append(h)
+    return outputs
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-untied", "llama", "qwen2", "qwen3_moe"])
+def test_a_tap_is_the_output_of_its_layer_and_keeps_the_lists_order(family):
+    model = make_target(family, layers=6)
+    target, by_hand = Target(model), outputs_by_hand(model, IDS)
+    target.check_taps([0, 2, 5])
+    for taps in ([0, 2, 5], [5, 0], [3]):
+        _, captured = target.forward(IDS, target.make_cache(), taps)
+        assert mx.allclose(captured, mx.concatenate([by_hand[i] for i in taps], -1), atol=1e-5)
+    _, moved = target.forward(IDS, target.make_cache(), [1])
+    assert not mx.allclose(moved, by_hand[0], atol=1e-2), "an id off by one is another tensor"
+
+
+@pytest.mark.parametrize("taps", [[6], [-1]])
+def test_taps_outside_the_target_are_refused(taps):
+    with pytest.raises(TargetError, match="6 layers"):
+        Target(make_target(layers=6)).check_taps(taps)
+
+
+def test_a_layer_whose_output_is_changed_behind_it_is_refused():
+    model = make_target()
+    inner = type(model.model)
+
+    class Meddling(inner):
+        def __call__(self, inputs, cache=None, input_embeddings=None):
+            from mlx_lm.models.base import create_attention_mask
+
+            h = self.embed_tokens(inputs)
+            cache = cache or [None] * len(self.layers)
+            for layer, c in zip(self.layers, cache, strict=True):
+                h = layer(h, create_attention_mask(h, c), c) * 1.5
+            return self.norm(h)
+
+    model.model.__class__ = Meddling
+    with pytest.raises(TargetError, match="layer 0"):
+        Target(model).check_taps([0])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-untied", "llama"])
+def test_embedding_and_head_are_the_models_own(family):
+    model = make_target(family)
+    target = Target(model)
+    target.check_taps([0])
+    assert mx.array_equal(target.embed(IDS), model.model.embed_tokens(IDS))
+    assert mx.array_equal(target.head(model.model(IDS)), model(IDS))
+    assert (target.hidden_size, target.vocab_size) == (64, 256)
+
+
+def test_embedding_scale_is_found():
+    from mlx_lm.models import gemma
+
+    args = gemma.ModelArgs(
+        model_type="gemma", hidden_size=64, num_hidden_layers=3, intermediate_size=96, num_attention_heads=4,
+        head_dim=16, rms_norm_eps=1e-6, vocab_size=256, num_key_value_heads=2,
+    )  # fmt: skip
+    model = gemma.Model(args)
+    target = Target(model)
+    target.check_taps([0])
+    assert target.embed_scale == pytest.approx(8.0, rel=1e-5)
+    again = Target(model)
+    again.check_taps([0])
+    assert again.embed_scale == target.embed_scale, "also when the taps were checked before"
+
+
+def test_the_target_is_untouched_by_a_draft():
+    model, draft, prompt = make_target(), make_draft(), [3, 1, 4, 1, 5]
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    classes = {name: type(module) for name, module in model.named_modules()}
+    logits, steps = model(IDS), generate_step(prompt, model, draft, max_tokens=30)
+    for _ in range(7):
+        next(steps)
+    for _ in range(2):  # while a generator is alive, and after it is closed
+        assert [name for name, _ in tree_flatten(model.parameters())] == names
+        assert {name: type(module) for name, module in model.named_modules()} == classes
+        assert mx.array_equal(model(IDS), logits)
+        steps.close()
+
+
+def test_two_drafts_with_different_taps_share_a_target():
+    model, prompt = make_target(), [3, 1, 4, 1, 5]
+    drafts = [
+        make_draft(seed=1),
+        make_draft(seed=2, dflash_config={"target_layer_ids": [3, 1, 0], "mask_token_id": 255}),
+    ]
+    truth = plain_tokens(model, prompt, 30)
+    alone = [list(generate_step(prompt, model, draft, max_tokens=30)) for draft in drafts]
+    both = list(zip(*(generate_step(prompt, model, draft, max_tokens=30) for draft in drafts), strict=True))
+    for i in range(2):
+        assert [token for token, *_ in alone[i]] == truth
+        assert [pair[i][0] for pair in both] == truth
+        assert [pair[i][2] for pair in both] == [step[2] for step in alone[i]], "each draft saw its own taps"
+
+
+def test_threads_that_share_a_target_do_not_see_each_others_taps():
+    model = make_target(layers=6)
+    target = Target(model)
+    by_hand = outputs_by_hand(model, IDS)
+    wrong = []
+
+    def tap(layer):
+        for _ in range(50):
+            with mx.stream(mx.new_stream(mx.cpu)):
+                _, out = target.forward(IDS, target.make_cache(), [layer])
+            if not mx.allclose(out, by_hand[layer], atol=1e-5):
+                wrong.append(layer)
+
+    mx.eval(by_hand)
+    threads = [threading.Thread(target=tap, args=(layer,)) for layer in (0, 3, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert type(model.layers[3]).__call__.__qualname__ == "TransformerBlock.__call__"
+
+
+@pytest.mark.parametrize("mask", [0, 77, 255])
+def test_the_mask_token_is_an_ordinary_token_when_the_target_emits_it(mask):
+    """C8: also when it is the end token or id 0; the text is the target's."""
+    model, prompt = make_target(), [3, 1, 4, 1, 5]
+    truth = plain_tokens(model, prompt, 30)
+    config = {"target_layer_ids": [0, 2], "mask_token_id": truth[4] if mask == 77 else mask}
+    tokens = [t for t, *_ in generate_step(prompt, model, make_draft(dflash_config=config), max_tokens=30)]
+    assert tokens == truth
+
+
+def test_families_that_can_not_be_rewound_are_refused_by_name():
+    from mlx_lm.models import gpt_oss
+
+    args = gpt_oss.ModelArgs(
+        num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2, vocab_size=256, hidden_size=64,
+        intermediate_size=64, head_dim=16, num_attention_heads=4, num_key_value_heads=2, sliding_window=24,
+    )  # fmt: skip
+    model = gpt_oss.Model(args)
+    with pytest.raises(TargetError, match=r"gpt_oss.*RotatingKVCache"):
+        next(generate_step([1, 2], model, make_draft()))
+    assert len(list(generate_step([1, 2], model, max_tokens=3))) == 3, "without a draft it runs"
