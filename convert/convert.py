@@ -16,7 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.draft.config import DraftConfig
-from dflash_mlx.draft.weights import Quantized, TensorInfo, check_tensors, read_headers
+from dflash_mlx.draft.weights import Quantized, TensorInfo, check_tensors, load_file, read_headers
 from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.loading import fetch_draft
 
@@ -198,7 +198,7 @@ class _Writer:
         yield group
 
     def _convert(self, names: list[str]) -> dict[str, mx.array]:
-        sources = {file: mx.load(str(file)) for file in {self.tensors[name].file for name in names}}  # lazy
+        sources = {file: load_file(file) for file in {self.tensors[name].file for name in names}}  # lazy
         arrays = {name: sources[self.tensors[name].file][name] for name in names}
         out: dict[str, mx.array] = {}
         for name, array in arrays.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_mlx import demo, hub
 from dflash_mlx.draft.config import DraftConfig, read_json
-from dflash_mlx.draft.weights import TensorInfo, check_tensors, read_headers
+from dflash_mlx.draft.weights import Quantized, TensorInfo, check_tensors, read_headers
 from dflash_mlx.errors import DraftError
 
 # Tensor names that give a layout away, most telling first.
@@ -54,7 +54,9 @@ def inspect_draft(path_or_repo: str | Path, *, revision: str | None = None) -> I
     source = str(path_or_repo)
     folder, tensors = _headers(source, revision)
     raw = read_json(folder / "config.json")
-    config, quantized, problem = None, {}, None
+    config: DraftConfig | None = None
+    quantized: dict[str, Quantized] = {}
+    problem = None
     try:
         config = DraftConfig.from_dict(raw, str(folder / "config.json"))
         config, quantized = check_tensors(config, tensors, folder)

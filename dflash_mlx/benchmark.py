@@ -8,10 +8,10 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -124,9 +124,10 @@ def to_dict(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _plain(model: nn.Module, prompt: mx.array, max_tokens: int) -> _Run:
     start = time.perf_counter()
-    first, tokens = start, []
-    with wired_limit(model, [generation_stream]):
-        for token, _ in plain_step(prompt, model, max_tokens=max_tokens):
+    first = start
+    tokens: list[int] = []
+    with wired_limit(model, [cast(Any, generation_stream)]):
+        for token, _ in cast(Iterator[tuple[int, mx.array]], plain_step(prompt, model, max_tokens=max_tokens)):
             if not tokens:
                 first = time.perf_counter()
             tokens.append(token)

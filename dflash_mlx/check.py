@@ -7,9 +7,9 @@ near-tie of the target, and the verdict says how near.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -82,14 +82,15 @@ def compare_with_plain(
     """
     if temp > 0:
         reference = "our own plain decoding with the same seed"
-        steps = (
+        steps: Iterator[tuple[Any, mx.array]] = (
             (t, p) for t, p, _ in generate_step(prompt, model, max_tokens=len(tokens), temp=temp, seed=seed, **options)
         )
     else:
         reference = "mlx-lm generate_step"
         steps = plain_step(prompt, model, max_tokens=len(tokens), **options)
-    difference, count, first = None, 0, time.perf_counter()
-    with wired_limit(model, [generation_stream]):
+    difference: tuple[Any, ...] | None = None
+    count, first = 0, time.perf_counter()
+    with wired_limit(model, [cast(Any, generation_stream)]):
         for i, (token, logprobs) in enumerate(steps):
             if i == 0:
                 first = time.perf_counter()
@@ -107,6 +108,6 @@ def compare_with_plain(
 
 def _margin(logprobs: mx.array) -> tuple[float, float]:
     """Gap between the best two, and the gap that rounding can explain at their magnitude."""
-    second, best = mx.sort(logprobs.astype(mx.float32))[-2:].tolist()
+    second, best = cast(list[float], mx.sort(logprobs.astype(mx.float32))[-2:].tolist())
     # Hidden states and logits of either order of magnitude were rounded on the way; 16 is typical of the latter.
     return best - second, TIE_ULPS * mx.finfo(logprobs.dtype).eps * 16

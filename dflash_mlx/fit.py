@@ -96,6 +96,3 @@ def _special_tokens(folder: Path) -> dict[str, int]:
         return {}
     added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
     return {entry["content"]: entry["id"] for entry in added}
-
-
-__all__ = ["TargetFacts", "check_family", "check_fit", "check_special_tokens", "refuse_draft_as_target"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class GenerationResponse(MlxLmResponse):
 
 def generate_step(
     prompt: mx.array | Sequence[int], model: nn.Module, draft_model: Any = None, **options: Any
-) -> Iterator[tuple[int, mx.array, bool]]:
+) -> Generator[tuple[int, mx.array, bool], None, None]:
     """Generate token ids; end tokens do not end it.
 
     Args:
@@ -81,7 +81,7 @@ def _tokens(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     stream: Any = generation_stream,
     profile: bool = False,
-) -> Iterator[Token]:
+) -> Generator[Token, None, None]:
     """The token generator behind all three functions.
 
     Args:
@@ -138,7 +138,7 @@ def stream_generate(
     *,
     stats: GenerationStats | None = None,
     **options: Any,
-) -> Iterator[GenerationResponse]:
+) -> Generator[GenerationResponse, None, None]:
     """Generate text, streamed: one response a token, the last with `finish_reason` and `stats`.
 
     The texts of all responses join to `tokenizer.decode` of the tokens without the end token.

@@ -74,9 +74,14 @@ def test_an_exception_in_the_consumer_leaves_the_target_as_it_was():
     model, draft, prompt = make_target(), make_draft(), [3, 1, 4]
     before = [type(layer) for layer in model.layers], type(model.model), sorted(vars(model.layers[0]))
     truth = plain_tokens(model, prompt, 20)
-    with pytest.raises(ZeroDivisionError):
+
+    def consume():
         for i, _ in enumerate(generate_step(prompt, model, draft, max_tokens=20)):
-            1 / (5 - i)
+            if i == 5:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        consume()
     assert ([type(layer) for layer in model.layers], type(model.model), sorted(vars(model.layers[0]))) == before
     assert plain_tokens(model, prompt, 20) == truth
 

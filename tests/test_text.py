@@ -15,7 +15,8 @@ from dflash_mlx import demo
 from dflash_mlx.decode.text import TextStream
 
 TEXTS = [
-    " leading space", " ", "  double  spaces  ", "emoji 👩‍👩‍👧‍👦 and 🇨🇭", "日本語のテキスト", "שלום עולם", "naïve café é",
+    " leading space", " ", "  double  spaces  ",
+    "emoji 👩‍👩‍👧‍👦 and 🇨🇭", "日本語のテキスト", "שלום עולם", "naïve café é",
     "a\n\n\nb\r\n\tc", "don't stop . really , no ! I 'm sure ?", "x" * 300, "mixed 日本 👍 ok\n", "",
 ]  # fmt: skip
 SPECIAL = ["<|end|>", "<|user|>"]

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from .. import __version__
 from ..errors import DFlashError
@@ -23,8 +24,8 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+def make_parser() -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
+    """The whole command line, and the module of each command."""
     parser = argparse.ArgumentParser(prog="dflash-mlx", description="DFlash speculative decoding on MLX.")
     parser.add_argument("--version", action="version", version=f"dflash-mlx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
@@ -32,6 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, what in COMMANDS.items():
         modules[name] = importlib.import_module(f".{name}", __name__)
         modules[name].add_arguments(commands.add_parser(name, help=what, description=what.capitalize() + "."))
+    return parser, modules
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    parser, modules = make_parser()
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()

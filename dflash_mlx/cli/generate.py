@@ -101,7 +101,7 @@ def _stream(
                 if not args.json:
                     print(response.text, end="", flush=True)
         except KeyboardInterrupt:
-            responses.close()
+            responses.close()  # the summary says how far it came
     if not args.json:
         print(flush=True)
     return tokens, answer, finish, stats

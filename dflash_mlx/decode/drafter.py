@@ -91,7 +91,7 @@ class DFlashDrafter:
     def __init__(self, draft: DFlashDraftModel):
         self.draft = draft
         self.block_size = draft.config.block_size
-        self.target_layer_ids = draft.config.target_layer_ids
+        self.target_layer_ids: Sequence[int] = draft.config.target_layer_ids
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -25,7 +25,7 @@ class Token:
 
 def decode(
     session: Session, block_size: FixedBlockSize, max_tokens: int, end_tokens: Collection[int], room: int | None = None
-) -> Iterator[Token]:
+) -> Generator[Token, None, None]:
     """Emit up to `max_tokens` tokens (-1: no limit), the last of them an end token if one comes.
 
     The next round is queued before the tokens of the finished one are handed out, so the device works while

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -47,7 +47,7 @@ class Round:
 
 def sync(array: mx.array) -> list[int]:
     """The only place in a round where the host waits."""
-    return array.tolist()
+    return cast(list[int], array.tolist())
 
 
 def cached_tokens(caches: Sequence[Any]) -> int:
@@ -191,7 +191,7 @@ class Session:
                 done += chunk.shape[0]
                 progress(done, total)
         self.fed += done
-        self.tokens = prompt.tolist()
+        self.tokens = cast(list[int], prompt.tolist())
         self.anchor = prompt[-1:]
 
     def switch_off(self, reason: str) -> None:

@@ -76,7 +76,7 @@ class TokenPicker:
         return mx.argmax(logprobs.astype(mx.float32) / self.temp + gumbel, axis=-1), logprobs
 
     def _processed(self, logits: mx.array, before: Sequence[int], block: mx.array) -> mx.array:
-        tokens = mx.concatenate([mx.array(before, mx.int32), block.astype(mx.int32)])
+        tokens = mx.concatenate([mx.array(list(before), mx.int32), block.astype(mx.int32)])
         rows = []
         for i in range(logits.shape[0]):
             row = logits[i : i + 1]  # its own array: some processors write into what they are given

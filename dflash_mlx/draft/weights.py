@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 from mlx import nn
@@ -128,7 +129,8 @@ def _file_header(file: Path) -> dict[str, TensorInfo]:
 def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes that a draft of this config has, unquantised; nothing is allocated."""
     skeleton = DFlashDraftModel(config)
-    return {name: tuple(array.shape) for name, array in tree_flatten(skeleton.parameters())}
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(skeleton.parameters()))
+    return {name: tuple(array.shape) for name, array in parameters}
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ def load_draft_folder(
         nn.quantize(model, class_predicate=lambda path, _: vars(quantized[path]) if path in quantized else False)
     weights: dict[str, mx.array] = {}
     for file in weight_files(folder):
-        weights.update(mx.load(str(file)))
+        weights.update(load_file(file))
     _refuse_non_finite(weights, folder)
     model.load_weights(list(weights.items()))
     if dtype is not None:
@@ -222,6 +224,11 @@ def load_draft_folder(
     model.eval()
     mx.eval(model.parameters())
     return model
+
+
+def load_file(file: Path) -> dict[str, mx.array]:
+    """The tensors of one file; their data is read when it is evaluated."""
+    return cast(dict[str, mx.array], mx.load(str(file)))
 
 
 def check_draft_folder(folder: Path) -> tuple[DraftConfig, dict[str, Quantized]]:
@@ -234,7 +241,7 @@ def check_draft_folder(folder: Path) -> tuple[DraftConfig, dict[str, Quantized]]
 
 def _refuse_non_finite(weights: Mapping[str, mx.array], folder: Path) -> None:
     floats = [name for name, array in weights.items() if mx.issubdtype(array.dtype, mx.floating)]
-    finite = mx.stack([mx.isfinite(weights[name]).all() for name in floats]).tolist()
+    finite = cast(list[bool], mx.stack([mx.isfinite(weights[name]).all() for name in floats]).tolist())
     if broken := [name for name, good in zip(floats, finite, strict=True) if not good]:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         raise DraftError(f"{folder}: {broken[0]}{more} holds NaN or infinite values; the file is damaged")

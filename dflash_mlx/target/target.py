@@ -7,12 +7,11 @@ the model. Knows no draft.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -190,7 +189,8 @@ def _scale(embedded: mx.array, entering: mx.array, inner: nn.Module) -> float:
     a, b = embedded.astype(mx.float32), entering.astype(mx.float32)
     if mx.array_equal(a, b).item():
         return 1.0
-    scale = ((a * b).sum() / (a * a).sum()).item()
-    if not math.isfinite(scale) or mx.abs(b - a * scale).max().item() > 0.02 * mx.abs(b).max().item():
+    factor = (a * b).sum() / (a * a).sum()
+    plain_factor = mx.abs(b - a * factor).max() <= 0.02 * mx.abs(b).max()  # false for NaN too
+    if not plain_factor.item():
         return 1.0
-    return float(getattr(inner, "embed_scale", scale))
+    return float(getattr(inner, "embed_scale", None) or cast(float, factor.item()))

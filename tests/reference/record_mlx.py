@@ -20,7 +20,8 @@ HERE = Path(__file__).parent
 DEMO = HERE.parents[1] / "dflash_mlx" / "demo"
 PROMPTS = [
     "def read_text(path):\n    with open(",
-    "import os\nimport sys\n\n\nclass Parser:\n    def __init__(self, stream, encoding=None):\n        self.stream = stream\n",
+    "import os\nimport sys\n\n\n"
+    "class Parser:\n    def __init__(self, stream, encoding=None):\n        self.stream = stream\n",
     'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n    a, b = 0, 1\n    for i in range(n):\n        ',
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
     "try:\n    import json\nexcept ImportError:\n    json = None\n\n\ndef dump(obj, fp, *, indent=None):\n",

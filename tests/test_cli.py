@@ -1,0 +1,192 @@
+"""The command line as a person meets it: streams, summary, --check, --json, Ctrl-C, help."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from scripted import plain_tokens
+
+from dflash_mlx import demo
+from dflash_mlx.cli import COMMANDS, main
+
+DFLASH = [sys.executable, "-m", "dflash_mlx"]
+GENERATE = ["generate", "--model", "demo", "--prompt", demo.PROMPT, "--max-tokens", "24"]
+
+
+def test_text_on_stdout_and_the_summary_on_stderr(demo_pair, capsys):
+    model, _, tokenizer = demo_pair
+    assert main([*GENERATE, "--check"]) == 0
+    out, err = capsys.readouterr()
+    assert out == tokenizer.decode(plain_tokens(model, tokenizer.encode(demo.PROMPT), 24)) + "\n"
+    summary, check = err.splitlines()[-2:]
+    for part in ("draft demo", "block 16", "rounds", "tau", "acceptance by position", "tokens/s", "peak memory"):
+        assert part in summary
+    assert check.startswith("check: identical to plain decoding (24 tokens")
+    assert "x the speed of plain decoding" in check
+
+
+def test_json_holds_text_tokens_statistics_and_verdict(demo_pair, capsys):
+    model, _, tokenizer = demo_pair
+    assert main([*GENERATE, "--check", "--json", "--block-size", "4"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens"] == plain_tokens(model, tokenizer.encode(demo.PROMPT), 24)
+    assert report["text"] == tokenizer.decode(report["tokens"])
+    assert report["finish_reason"] == "length"
+    assert report["check"]["identical"]
+    stats = report["stats"]
+    assert stats["draft_used"]
+    assert stats["block_size"] == 4
+    assert stats["generation_tokens"] == 24 == 1 + sum(stats["accepted"]) + stats["bonus"]
+
+
+@pytest.mark.parametrize("flags", [["--draft-model", "none"], ["--block-size", "1"]])
+def test_a_run_without_a_draft_says_so(flags, capsys):
+    assert main([*GENERATE, *flags]) == 0
+    assert "no draft used" in capsys.readouterr().err
+
+
+def test_the_same_seed_gives_the_same_text_with_and_without_a_draft(capsys):
+    texts = set()
+    for flags in ([], ["--draft-model", "none"], ["--block-size", "3"]):
+        assert main([*GENERATE, "--temp", "0.8", "--seed", "7", "--check", *flags]) == 0
+        out, err = capsys.readouterr()
+        texts.add(out)
+        assert "identical" in err
+    assert len(texts) == 1
+
+
+def test_a_random_seed_is_reported(capsys):
+    assert main([*GENERATE, "--temp", "1.0"]) == 0
+    out, err = capsys.readouterr()
+    seed = err.splitlines()[0].removeprefix("seed ")
+    assert main([*GENERATE, "--temp", "1.0", "--seed", seed]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_verbose_shows_prompt_and_rounds(capsys):
+    assert main([*GENERATE, "-v"]) == 0
+    err = capsys.readouterr().err
+    assert "prompt (27 tokens)" in err
+    assert "round 1: 16 verified" in err
+
+
+def test_the_prompt_may_come_from_stdin(monkeypatch, capsys):
+    import io
+
+    assert main(GENERATE) == 0
+    expected = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO(demo.PROMPT))
+    assert main(["generate", "--model", "demo", "--prompt", "-", "--max-tokens", "24"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_a_chat_template_is_applied_and_can_be_skipped(tmp_path, capsys):
+    import shutil
+
+    folder = tmp_path / "chat"
+    shutil.copytree(demo.TARGET, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if tone %}[{{ tone }}]{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    base = ["generate", "--model", str(folder), "--draft-model", "demo", "--prompt", "hi", "--max-tokens", "2", "-v"]
+    rendered = {}
+    for name, flags in {
+        "chat": ["--system-prompt", "be brief", "--chat-template-config", '{"tone": "dry"}'],
+        "plain": ["--system-prompt", "be brief", "--chat-template-config", '{"tone": "dry"}', "--draft-model", "none"],
+        "raw": ["--ignore-chat-template"],
+    }.items():
+        assert main([*base, *flags]) == 0
+        rendered[name] = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("prompt ("))
+    assert "<|im_start|>system\\nbe brief<|im_end|>" in rendered["chat"]
+    assert "[dry]<|im_start|>assistant" in rendered["chat"]
+    assert rendered["plain"] == rendered["chat"], "the prompt does not depend on the draft"
+    assert rendered["raw"].endswith("'hi'")
+
+
+def test_auto_without_a_published_draft_decodes_plainly_and_visibly(tmp_path, capsys):
+    import shutil
+
+    folder = tmp_path / "unheard-of"
+    shutil.copytree(demo.TARGET, folder)
+    assert main(["generate", "--model", str(folder), "--prompt", "x = ", "--max-tokens", "4"]) == 0
+    err = capsys.readouterr().err
+    assert "no draft: no published draft is known" in err.splitlines()[0]
+    assert "no draft used" in err
+
+
+def test_benchmark_prints_a_table_and_writes_json(tmp_path, capsys):
+    file, prompts = tmp_path / "figures.json", tmp_path / "prompts.txt"
+    prompts.write_text("def a():\n---\nclass B:\n")
+    flags = [
+        "--block-sizes",
+        "2,4",
+        "--max-tokens",
+        "12",
+        "--repeat",
+        "1",
+        "--prompts",
+        str(prompts),
+        "--json",
+        str(file),
+    ]
+    assert main(["benchmark", "--model", "demo", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "speed-up" in out
+    figures = json.loads(file.read_text())
+    assert [row["block_size"] for row in figures["rows"]] == [1, 2, 4]
+    assert all(row["lossless"] for row in figures["rows"])
+    for row in figures["rows"]:
+        assert row["speedup"] == pytest.approx(row["tau"] / row["rho"], rel=0.35)
+    assert figures["environment"]["mlx"]
+
+
+def test_no_command_helps(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["convert", "--help"]])
+def test_help_answers_within_a_second(argv):
+    """C34; importing mlx-lm alone would take longer."""
+    start = time.perf_counter()
+    done = subprocess.run([*DFLASH, *argv], capture_output=True, text=True, check=True)
+    assert "usage: dflash-mlx" in done.stdout
+    assert time.perf_counter() - start < 1
+
+
+def test_importing_the_package_needs_neither_torch_nor_a_gpu():
+    code = "import dflash_mlx, sys; dflash_mlx.stream_generate; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_function_is_not_shadowed_by_a_module():
+    code = "import dflash_mlx.generation, dflash_mlx.cli.generate; from dflash_mlx import generate; generate.__call__"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ctrl_c_ends_with_the_summary():
+    command = [*DFLASH, *GENERATE[:-1], "100000", "--prompt", "x = 1\n"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    process.stdout.read(20)  # it streams
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"tau" in err
+    assert b"Traceback" not in err
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = " ".join([*DFLASH, "generate --model demo --max-tokens 3000 --prompt 'x = 1' | head -c 20"])
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, timeout=120)
+    assert b"Traceback" not in done.stderr
+    assert len(done.stdout) == 20
