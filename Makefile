@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
-PROMPT := class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n
+PROMPT := class Node:\n    def __init__(self, name, parent=None):\n        self.name = name\n
 
 .PHONY: demo test lint bench clean
 
