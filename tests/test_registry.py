@@ -163,10 +163,10 @@ def test_kinds_that_cant_be_run_are_skipped_with_the_reason(target: str, kind: s
     assert kind in resolution.reason
 
 
-def test_runnable_draft_is_found_behind_others() -> None:
-    draft = resolve("Qwen/Qwen3.8-27B").draft
-    assert draft is not None
-    assert (draft.repo, draft.kind) == ("asf0/Qwen3.8-27B-DFlash", "dflash")
+def test_a_draft_that_can_not_be_run_yet_is_named() -> None:
+    resolution = resolve("Qwen/Qwen3.8-27B")
+    assert resolution.draft is None
+    assert "DFlash2 is a DFlash 2 draft" in resolution.reason
 
 
 def test_gated_draft_is_said() -> None:
