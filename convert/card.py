@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_mlx import demo
 from dflash_mlx.errors import DFlashError
 
 if TYPE_CHECKING:
@@ -25,21 +26,26 @@ dflash-mlx generate --model <target> --draft-model <this folder or repo> --promp
 """
 
 
-def source_metadata(folder: Path) -> dict[str, Any]:
-    """Front matter of the source's README.md, {} without one."""
+def source_metadata(folder: Path, notes: list[str]) -> dict[str, Any]:
+    """Front matter of the source's README.md, {} without one; one that can't be read is noted."""
     from huggingface_hub.repocard import metadata_load
+    from yaml import YAMLError
 
     readme = folder / "README.md"
-    return (metadata_load(readme) or {}) if readme.is_file() else {}
+    try:
+        return (metadata_load(readme) or {}) if readme.is_file() else {}
+    except (ValueError, YAMLError):
+        notes.append(f"{readme}: its front matter can't be read, so the licence is not taken over")
+        return {}
 
 
 def write_card(folder: Path, source: str, revision: str | None, source_folder: Path, result: Conversion) -> None:
     """Write `README.md`: where the draft comes from, its licence, how to use it."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    meta = source_metadata(source_folder)
+    meta = source_metadata(source_folder, result.notes)
     licence = meta.get("license")
-    local = Path(source).expanduser().exists()
+    local = source == demo.NAME or Path(source).expanduser().is_dir()
     config = result.config
     quantization = config.quantization
     data = ModelCardData(
@@ -53,8 +59,8 @@ def write_card(folder: Path, source: str, revision: str | None, source_folder: P
     )
     text = TEXT.format(
         title=result.path.name,
-        source=Path(source).name if local else source,
-        link="." if local else source,
+        source=Path(source).expanduser().resolve().name if local else source,
+        link="." if local else f"https://huggingface.co/{source}",
         revision=f" at revision {revision}" if revision else "",
         what=f"quantised to {quantization['bits']} bits" if quantization else f"in {config.dtype or 'its own dtype'}",
         block=config.block_size,
@@ -63,15 +69,26 @@ def write_card(folder: Path, source: str, revision: str | None, source_folder: P
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")
 
 
+def check_repo_name(repo: str) -> None:
+    """Raise `DFlashError` unless the hub would take this name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError:
+        raise DFlashError(f"--upload-repo {repo!r} is no valid repo name; give it as org/name") from None
+
+
 def upload(folder: Path, repo: str) -> None:
     """Upload a converted draft. Raises `DFlashError` when the hub refuses; the local result stays."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: of httpx or httpx2, by its version
 
     try:
         api = HfApi()
         api.create_repo(repo, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a DFlash draft for MLX")
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (HTTPError, HFValidationError, OSError, RuntimeError) as error:  # RuntimeError: from its Xet transport
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DFlashError(f"{repo}: upload failed ({first}); the result is in {folder}") from None

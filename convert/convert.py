@@ -6,6 +6,8 @@ tensors; the draft's facts and checks are `dflash_mlx.draft`'s.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import shutil
 import tempfile
@@ -16,21 +18,23 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.draft.config import DraftConfig
-from dflash_mlx.draft.weights import Quantized, TensorInfo, check_tensors, load_file, read_headers
+from dflash_mlx.draft.weights import (
+    FLOATS,
+    MODES,
+    Quantized,
+    TensorInfo,
+    check_tensors,
+    load_file,
+    read_headers,
+    refuse_non_finite,
+)
 from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.loading import fetch_draft
 
-from .card import upload, write_card
+from .card import check_repo_name, upload, write_card
 
 SHARD_BYTES = 5 * 10**9  # of the source; mlx-lm's own limit
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-# mode -> allowed (bits, group sizes); the first of each is the default, as in mlx-lm
-MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "affine": ((4, 2, 3, 5, 6, 8), (64, 32, 128)),
-    "mxfp4": ((4,), (32,)),
-    "nvfp4": ((4,), (16,)),
-    "mxfp8": ((8,), (32,)),
-}
 
 
 @dataclass
@@ -78,8 +82,9 @@ def convert_draft(
         DFlashError: a bad option, or `mlx_path` exists. DraftError: the source is not a draft we can read.
     """
     destination = Path(mlx_path).expanduser()
-    if destination.exists():
-        raise DFlashError(f"{destination} exists already; remove it or choose another --mlx-path")
+    _check_destination(destination)
+    if upload_repo is not None:
+        check_repo_name(upload_repo)
     scheme = _scheme(quantize, q_bits, q_group_size, q_mode)
     if dtype is not None and dtype not in DTYPES:
         raise DFlashError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
@@ -90,20 +95,39 @@ def convert_draft(
     result = Conversion(destination, config)
     writer = _Writer(tensors, quantized, None if to_hf else scheme, dtype, to_hf, result)
     result.config = _new_config(config, quantized, scheme, dtype, to_hf)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}."))
-    try:
+    with _whole(destination) as temporary:
         writer.write(temporary, progress)
         (temporary / "config.json").write_text(json.dumps(result.config.to_dict(), indent=4) + "\n")
         write_card(temporary, str(hf_path), revision, folder, result)
+    if upload_repo is not None:
+        upload(destination, upload_repo)
+    return result
+
+
+def _check_destination(destination: Path) -> None:
+    if destination.exists() or destination.is_symlink():
+        raise DFlashError(f"{destination} exists already; remove it or choose another --mlx-path")
+    nearest = next(parent for parent in destination.absolute().parents if parent.exists())
+    if not nearest.is_dir():
+        raise DFlashError(f"{nearest} is a file, so {destination} can't be made in it; choose another --mlx-path")
+
+
+@contextlib.contextmanager
+def _whole(destination: Path) -> Iterator[Path]:
+    """A temporary folder beside `destination` that takes its place at the end, or goes without a trace."""
+    new_parents = [parent for parent in destination.parents if not parent.exists()]
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}."))
+    try:
+        yield temporary
         temporary.chmod(0o755)  # mkdtemp's are private
         temporary.rename(destination)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # someone else uses it by now
+                parent.rmdir()
         raise
-    if upload_repo:
-        upload(destination, upload_repo)
-    return result
 
 
 def _scheme(quantize: bool, bits: int | None, group_size: int | None, mode: str) -> Quantized | None:
@@ -114,7 +138,7 @@ def _scheme(quantize: bool, bits: int | None, group_size: int | None, mode: str)
     if mode not in MODES:
         raise DFlashError(f"--q-mode {mode} is not one of {', '.join(MODES)}")
     all_bits, all_sizes = MODES[mode]
-    scheme = Quantized(bits or all_bits[0], group_size or all_sizes[0], mode)
+    scheme = Quantized(all_bits[0] if bits is None else bits, all_sizes[0] if group_size is None else group_size, mode)
     if scheme.bits not in all_bits:
         raise DFlashError(f"--q-bits {bits}: mode {mode} has {', '.join(map(str, sorted(all_bits)))}")
     if scheme.group_size not in all_sizes:
@@ -173,7 +197,10 @@ class _Writer:
         for i, names in enumerate(groups, 1):
             file = "model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
             arrays = self._convert(names)
-            mx.save_safetensors(str(folder / file), arrays, metadata={"format": "pt" if self.to_hf else "mlx"})
+            try:
+                mx.save_safetensors(str(folder / file), arrays, metadata={"format": "pt" if self.to_hf else "mlx"})
+            except RuntimeError as error:
+                raise DFlashError(f"{self.result.path}: can't be written ({error}); is the disk full?") from None
             index.update(dict.fromkeys(arrays, file))
             self.result.tensors += len(arrays)
             self.result.nbytes += sum(array.nbytes for array in arrays.values())
@@ -186,20 +213,27 @@ class _Writer:
             (folder / "model.safetensors.index.json").write_text(json.dumps(meta, indent=4) + "\n")
 
     def _groups(self) -> Iterator[list[str]]:
-        """Source tensors by output file; the parts of a quantised matrix stay together, as names sort."""
+        """Source tensors by output file; the parts of a quantised matrix stay together."""
+
+        def module(name: str) -> str:
+            return name.rpartition(".")[0]
+
         group: list[str] = []
         size = 0
-        for name in sorted(self.tensors, key=lambda name: name.rpartition(".")[0]):
-            if size and size + self.tensors[name].nbytes > SHARD_BYTES and name.endswith(".weight"):
+        for _, parts in itertools.groupby(sorted(self.tensors, key=module), module):
+            names = sorted(parts)
+            more = sum(self.tensors[name].nbytes for name in names)
+            if group and size + more > SHARD_BYTES:
                 yield group
                 group, size = [], 0
-            group.append(name)
-            size += self.tensors[name].nbytes
+            group += names
+            size += more
         yield group
 
     def _convert(self, names: list[str]) -> dict[str, mx.array]:
         sources = {file: load_file(file) for file in {self.tensors[name].file for name in names}}  # lazy
         arrays = {name: sources[self.tensors[name].file][name] for name in names}
+        refuse_non_finite(arrays, self.tensors[names[0]].file.parent)
         out: dict[str, mx.array] = {}
         for name, array in arrays.items():
             path, _, kind = name.rpartition(".")
@@ -238,7 +272,8 @@ class _Writer:
             how.group_size, how.bits, mode=how.mode,
         )  # fmt: skip
         self.result.notes.append(f"{path} dequantised from {how.bits} bits")
-        return self._cast(weight)
+        own = FLOATS[self.tensors["norm.weight"].dtype]  # mxfp4 and its like don't keep it
+        return self._cast(weight.astype(own))
 
     def _cast(self, array: mx.array) -> mx.array:
         return array.astype(DTYPES[self.dtype]) if self.dtype else array

@@ -15,11 +15,11 @@ from dflash_mlx.errors import DraftError
 
 # Tensor names that give a layout away, most telling first.
 KINDS = {
-    "candidate_selector.": "DFlash 2",
-    "markov_head.": "DSpark",
-    "hidden_norm.": "DFlash",
-    "encoder.": "Muse assistant",
-    "embed_tokens.": "a target (or a draft with its own embedding)",
+    "candidate_selector.": "DFlash 2 draft",
+    "markov_head.": "DSpark draft",
+    "encoder.": "Muse assistant draft",
+    "hidden_norm.": "DFlash draft",
+    "embed_tokens.": "target, or a draft with its own embedding",
 }
 
 
@@ -92,16 +92,17 @@ def _headers(source: str, revision: str | None) -> tuple[Path, Mapping[str, Tens
 
 def _kind(raw: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
     if "transformer_layer_config" in raw:
-        return "DFlash in the `speculators` layout"
-    return next((kind for part, kind in KINDS.items() if any(part in name for name in tensors)), "unknown")
+        return "DFlash draft in the `speculators` layout"
+    return next((kind for part, kind in KINDS.items() if any(part in name for name in tensors)), "unknown model")
 
 
 def _fits(config: DraftConfig | None, raw: Mapping[str, Any]) -> dict[str, Any]:
     if config is None:
         return {}
+    base = raw.get("base_model") or raw.get("target_model_name_or_path")
     return {
         "hidden_size": config.target_hidden_size or config.hidden_size,
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.num_target_layers or f"more than {max(config.target_layer_ids)}",
-        "base_model": raw.get("base_model") or raw.get("target_model_name_or_path"),
+        "base_model": base if isinstance(base, str) else None,
     }

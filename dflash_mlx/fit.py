@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 from mlx import nn
 
 from .draft import DraftConfig
+from .draft.config import MAX_LAYERS
+from .draft.fields import MAX_SIZE, brief, read_json
 from .errors import DraftError, TargetError
 from .target import Target
 
@@ -28,22 +29,34 @@ class TargetFacts:
     def from_config(cls, name: str, config: Mapping[str, Any]) -> TargetFacts:
         """From a target's `config.json`; a wrapper's text model is under `text_config`.
 
-        Raises `TargetError` when a size is missing.
+        Raises `TargetError` when a size is missing or is no size.
         """
-        text = {**config, **(config.get("text_config") or {})}
-        try:
-            return cls(name, text["hidden_size"], text["vocab_size"], text["num_hidden_layers"])
-        except KeyError as error:
-            raise TargetError(f"{name}: its config.json has no {error.args[0]}, so no draft can be matched") from None
+        text = {**config, **text_config(name, config)}
+        sizes = []
+        for size, most in (("hidden_size", MAX_SIZE), ("vocab_size", MAX_SIZE), ("num_hidden_layers", MAX_LAYERS)):
+            if size not in text:
+                raise TargetError(f"{name}: its config.json has no {size}, so no draft can be matched")
+            if type(text[size]) is not int or not 0 < text[size] <= most:
+                raise TargetError(f"{name}: config.json: {size}: {brief(text[size])} is not a number from 1 to {most}")
+            sizes.append(text[size])
+        return cls(name, *sizes)
 
     @classmethod
     def from_model(cls, target: Target) -> TargetFacts:
         return cls(target.name, target.hidden_size, target.vocab_size, len(target.layers))
 
 
+def text_config(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's part of a wrapper's `config.json`, {} where there is none."""
+    text = config.get("text_config") or {}
+    if not isinstance(text, Mapping):
+        raise TargetError(f"{name}: config.json: text_config: {brief(text)} is not an object")
+    return text
+
+
 def refuse_draft_as_target(name: str, config: Mapping[str, Any]) -> None:
     """mlx-lm would load a draft as the `model_type` it names, and run nonsense."""
-    if config.get("dflash_config") or any("DFlash" in str(a) for a in config.get("architectures") or []):
+    if config.get("dflash_config") or "DFlash" in str(config.get("architectures")):
         raise TargetError(f"{name} is a DFlash draft, not a target; give it as --draft-model")
 
 
@@ -73,9 +86,13 @@ def check_family(name: str, config: Mapping[str, Any]) -> None:
     family = config.get("model_type", "an unnamed model type")
     try:
         model_class, args_class = _get_classes(dict(config))
-    except (ValueError, KeyError):
-        raise TargetError(f"{name}: mlx-lm has no model type {family!r}") from None
-    skeleton: nn.Module = model_class(args_class.from_dict(dict(config)))
+    except (ValueError, KeyError, TypeError, AttributeError):  # the last two: a type that is no name
+        raise TargetError(f"{name}: mlx-lm has no model type {brief(family)}") from None
+    try:
+        skeleton: nn.Module = model_class(args_class.from_dict(dict(config)))
+    except Exception as error:  # mlx-lm takes any config and raises what it likes
+        what = f"{type(error).__name__}: {error}"
+        raise TargetError(f"{name}: mlx-lm can't build a {family} from its config.json ({what})") from None
     target = Target(skeleton)
     target.require_rewindable(target.make_cache())
 
@@ -92,7 +109,8 @@ def check_special_tokens(draft: Path, target: Path, draft_name: str) -> None:
 
 def _special_tokens(folder: Path) -> dict[str, int]:
     file = folder / "tokenizer.json"
-    if not file.is_file():
-        return {}
-    added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
-    return {entry["content"]: entry["id"] for entry in added}
+    added = (read_json(file).get("added_tokens") or []) if file.is_file() else []
+    try:
+        return {entry["content"]: entry["id"] for entry in added}
+    except (KeyError, TypeError):
+        raise DraftError(f"{file}: added_tokens: {brief(added)} is not a list of tokens with ids") from None

@@ -17,14 +17,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import demo, hub, registry
 from .draft import DFlashDraftModel, DraftConfig
-from .draft.config import read_json
+from .draft.fields import read_json
 from .draft.weights import check_draft_folder, load_draft_folder
 from .errors import DFlashError, DraftError, TargetError
-from .fit import TargetFacts, check_family, check_fit, check_special_tokens, refuse_draft_as_target
+from .fit import TargetFacts, check_family, check_fit, check_special_tokens, refuse_draft_as_target, text_config
 from .target import Target
 
 AUTO, NONE = "auto", "none"
-CONFIG_FILES = ("config.json", "generation_config.json", "README.md")
+CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer.json", "README.md")
 DRAFT_FILES = ("*.json", "*.safetensors", "README.md")
 
 
@@ -50,20 +50,25 @@ class Plan:
         """Load both models; `options` go to `mlx_lm.load` (tokenizer_config, adapter_path, lazy, ...)."""
         import mlx_lm
 
+        adapters = options.get("adapter_path")
+        if adapters is not None and not (Path(adapters) / "adapter_config.json").is_file():
+            raise DFlashError(
+                f"--adapter-path {adapters}: no adapter_config.json there; give a folder of LoRA adapters"
+            )
         dtype = mx.float32 if self.model == demo.NAME else None  # ties of bfloat16 would blur the comparison
         draft = None
         if self.draft_folder is not None:
             draft = load_draft_folder(self.draft_folder, draft_dtype or dtype, attn_implementation)
         folder = _target_folder(self.model, self.revision)
-        if self.draft_folder is not None:
-            check_special_tokens(self.draft_folder, folder, str(self.draft))
+        ends = end_tokens(folder)
         try:
             model, tokenizer = mlx_lm.load(str(folder), **options)[:2]
-        except (FileNotFoundError, ValueError) as error:
-            raise TargetError(f"{self.model}: {error}") from error
+        except Exception as error:  # mlx-lm and transformers take any file and raise what they like
+            what = f"{type(error).__name__}: {error}"
+            raise TargetError(f"{self.model}: mlx-lm can't load it ({what})") from error
         if dtype is not None:
             model.set_dtype(dtype)
-        tokenizer.eos_token_ids = tokenizer.eos_token_ids | end_tokens(folder)
+        tokenizer.eos_token_ids = tokenizer.eos_token_ids | ends
         if draft is not None:
             _check_on(model, draft.config, str(self.draft))
         return model, draft, tokenizer
@@ -94,7 +99,7 @@ def plan(
     elif draft_model == AUTO:
         _auto(result, config_folder, config)
     else:
-        _take(result, str(draft_model), draft_revision, config)
+        _take(result, str(draft_model), draft_revision, config_folder, config)
     return result
 
 
@@ -160,7 +165,7 @@ def end_tokens(folder: Path) -> set[int]:
     found: set[int] = set()
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
-    for section in (config, config.get("text_config") or {}, read_json(generation) if generation.is_file() else {}):
+    for section in (config, text_config(str(folder), config), read_json(generation) if generation.is_file() else {}):
         ids = section.get("eos_token_id")
         found |= {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
     return found
@@ -187,25 +192,26 @@ def _target_folder(model: str, revision: str | None) -> Path:
 def _auto(result: Plan, folder: Path, config: dict[str, Any]) -> None:
     """Pick a published draft, or say why not; nothing here fails the load."""
     if result.model == demo.NAME:
-        return _take(result, demo.NAME, None, config)
+        return _take(result, demo.NAME, None, folder, config)
     resolution = registry.resolve(result.model, base_models=registry.base_models_of(folder))
     if resolution.draft is None:
         result.notes.append(f"no draft: {resolution.reason}; decoding plainly")
         return None
     try:
-        _take(result, resolution.draft.repo, resolution.draft.revision, config)
+        _take(result, resolution.draft.repo, resolution.draft.revision, folder, config)
         result.notes.append(f"draft {resolution.draft.repo}: {resolution.reason}")
     except DFlashError as error:
         result.draft = result.draft_folder = result.block_size = None
         result.notes.append(f"no draft: {error}; decoding plainly")
 
 
-def _take(result: Plan, name: str, revision: str | None, config: dict[str, Any]) -> None:
+def _take(result: Plan, name: str, revision: str | None, target_folder: Path, config: dict[str, Any]) -> None:
     """Use this draft or raise: its config against the target's first, then the family, then its tensors."""
     facts = TargetFacts.from_config(result.model, config)
     if name != demo.NAME:
         folder = hub.fetch(name, revision=revision, allow_patterns=CONFIG_FILES, what="draft")
         check_fit(DraftConfig.from_file(folder / "config.json"), facts, name)
+        check_special_tokens(folder, target_folder, name)
     check_family(result.model, config)
     folder = fetch_draft(name, revision)
     draft_config, _ = check_draft_folder(folder)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
 import mlx.core as mx
 import pytest
 
@@ -19,3 +23,30 @@ def demo_pair():
     import dflash_mlx
 
     return dflash_mlx.load("demo")
+
+
+@dataclass
+class Outcome:
+    """What a command ended with."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcome]]:
+    """Runs a command in this process: `cli("convert", "--hf-path", folder)`."""
+    from dflash_mlx.cli import main
+
+    def run(*argv: object) -> Outcome:
+        capsys.readouterr()
+        try:
+            code = main([str(arg) for arg in argv])
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Outcome(code, *capsys.readouterr())
+
+    handler = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, handler)

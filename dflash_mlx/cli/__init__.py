@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 from .. import __version__
 from ..errors import DFlashError
@@ -24,9 +25,16 @@ COMMANDS = {
 }
 
 
-def make_parser() -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
+class Parser(argparse.ArgumentParser):
+    """argparse with its errors in one line, without the usage above them."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def make_parser() -> tuple[Parser, dict[str, ModuleType]]:
     """The whole command line, and the module of each command."""
-    parser = argparse.ArgumentParser(prog="dflash-mlx", description="DFlash speculative decoding on MLX.")
+    parser = Parser(prog="dflash-mlx", description="DFlash speculative decoding on MLX.")
     parser.add_argument("--version", action="version", version=f"dflash-mlx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     modules = {}

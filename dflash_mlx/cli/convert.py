@@ -8,6 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from ..errors import DFlashError
 from .progress import progress_bar
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..convert import convert_draft, inspect_draft
 
+    _check_flags(args)
     if args.inspect:
         inspection = inspect_draft(args.hf_path, revision=args.revision)
         if args.json:
@@ -59,6 +61,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_flags(args: argparse.Namespace) -> None:
+    """A flag that the chosen job would ignore is refused."""
+    if not args.inspect:
+        if args.json:
+            raise DFlashError("--json goes with --inspect")
+        return
+    for name in ("quantize", "q_bits", "q_group_size", "dtype", "to_hf", "upload_repo"):
+        if getattr(args, name) not in (None, False):
+            raise DFlashError(f"--inspect writes nothing; leave out --{name.replace('_', '-')}")
+
+
 def _report(result: Conversion) -> None:
     for line in (*result.notes, *(f"kept unquantised: {name}" for name in result.kept)):
         print(line, file=sys.stderr)
@@ -67,7 +80,7 @@ def _report(result: Conversion) -> None:
 
 
 def _show(inspection: Inspection) -> None:
-    print(f"{inspection.source}: {inspection.kind} draft")
+    print(f"{inspection.source}: {inspection.kind}")
     if inspection.problem:
         print(f"can't be run: {inspection.problem}")
     print(f"tensors: {inspection.tensors}, parameters: {inspection.parameters:,}, {inspection.nbytes / 1e6:.1f} MB")

@@ -6,7 +6,6 @@ required: a missing or contradictory one is a `DraftError` that names the field 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DraftError
+from .fields import MAX_SIZE, Fields, brief, is_number, read_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-# Where a fact may stand: the nested section first, then the top level (facts from published configs).
-SECTIONS = ("dflash_config", None)
 
 # Fields that each rope type needs besides its type; other types are refused by name.
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -27,6 +24,11 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+
+# Further numbers of a rope section, each with the least it may be.
+ROPE_OPTIONS = {"beta_fast": 1e-6, "beta_slow": 1e-6, "mscale": 0, "mscale_all_dim": 0, "attention_factor": 1e-6}
+
+MAX_LAYERS = 1024  # far beyond any draft; a damaged count must not build layers for ever
 
 # Config keys of other layouts and generations, with what to tell the user.
 FOREIGN_KEYS = {
@@ -99,24 +101,29 @@ class DraftConfig:
         Raises:
             DraftError: a fact is missing, contradicts itself, is out of range, or belongs to another layout.
         """
-        read = _Reader(config, source)
-        read.refuse_foreign()
+        read = Fields(config, source)
+        _refuse_foreign(read)
         hidden = read.positive("hidden_size")
-        layers = read.positive("num_hidden_layers")
+        layers = read.positive("num_hidden_layers", MAX_LAYERS)
         heads = read.positive("num_attention_heads")
         kv_heads = read.positive("num_key_value_heads")
         if heads % kv_heads:
             raise read.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
+        head_dim = _head_dim(read, hidden, heads)
         theta, scaling = _rope(read)
         layer_types, window, causal = _attention(read, layers)
         vocab = read.positive("vocab_size")
         target_layers = read.optional_int("num_target_layers")
+        target_hidden = read.optional_int("target_hidden_size")
+        taps = _taps(read, target_layers)
+        if len(taps) * (target_hidden or hidden) > MAX_SIZE:
+            raise read.error("target_layer_ids", f"{len(taps)} taps of width {target_hidden or hidden} are too many")
         return cls(
             hidden_size=hidden,
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
-            head_dim=_head_dim(read, hidden, heads),
+            head_dim=head_dim,
             intermediate_size=read.positive("intermediate_size"),
             vocab_size=vocab,
             rms_norm_eps=read.number("rms_norm_eps"),
@@ -124,19 +131,19 @@ class DraftConfig:
             rope_scaling=scaling,
             block_size=_block_size(read),
             mask_token_id=_mask_token(read, vocab),
-            target_layer_ids=_taps(read, target_layers),
+            target_layer_ids=taps,
             layer_types=layer_types,
             sliding_window=window,
             is_causal=causal,
             max_position_embeddings=read.optional_int("max_position_embeddings"),
             num_target_layers=target_layers,
-            target_hidden_size=read.optional_int("target_hidden_size"),
-            attention_bias=bool(read.get("attention_bias", default=False)),
+            target_hidden_size=target_hidden,
+            attention_bias=read.flag("attention_bias"),
             final_logit_softcapping=read.optional_number("final_logit_softcapping", zero_is_off=True),
             input_embedding_scale=read.optional_number("input_embedding_scale") or 1.0,
             output_multiplier=read.optional_number("output_multiplier") or 1.0,
-            dtype=config.get("dtype") or config.get("torch_dtype"),
-            quantization=config.get("quantization") or config.get("quantization_config"),
+            dtype=read.optional("dtype", str) or read.optional("torch_dtype", str),
+            quantization=read.optional("quantization", dict) or read.optional("quantization_config", dict),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,123 +181,66 @@ class DraftConfig:
         return config
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a `DraftError` that says what the file is instead."""
-    if not path.is_file():
-        raise DraftError(f"{path}: no such file; a draft folder holds config.json and model.safetensors")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DraftError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise DraftError(f"{path}: holds a JSON {type(config).__name__}, expected an object")
-    return config
+def _refuse_foreign(read: Fields) -> None:
+    config, nested = read.config, read.optional("dflash_config", dict) or {}
+    for key, meaning in FOREIGN_KEYS.items():
+        if key in config or key in nested:
+            raise DraftError(f"{read.source}: {meaning} (it has `{key}`)")
+    names = read.optional("architectures", list) or []
+    if any("DFlash2" in str(name) for name in names):
+        raise DraftError(f"{read.source}: a DFlash 2 draft ({brief(names)}): only DFlash (v1) drafts are read yet")
+    named = any("DFlash" in str(name) for name in names)
+    if not named and not nested and "target_layer_ids" not in config:
+        what = brief(names[0] if names else config.get("model_type", "an unnamed model")).strip("'")
+        raise DraftError(
+            f"{read.source}: {what} is not a DFlash draft (no dflash_config, no DFlash architecture); "
+            "a target goes to --model"
+        )
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise read.error("hidden_act", f"{brief(activation)} is not supported, DFlash drafts use 'silu'")
+    if (factor := read.get("partial_rotary_factor", default=None)) not in (None, 1, 1.0):
+        raise read.error("partial_rotary_factor", f"{brief(factor)} is not supported yet")
 
 
-class _Reader:
-    """Typed look-ups in one config; every error names field and file."""
-
-    def __init__(self, config: Mapping[str, Any], source: str):
-        self.config, self.source = config, source
-
-    def error(self, field: str, problem: str) -> DraftError:
-        return DraftError(f"{self.source}: {field}: {problem}")
-
-    def refuse_foreign(self) -> None:
-        for key, meaning in FOREIGN_KEYS.items():
-            if key in self.config or key in (self.config.get("dflash_config") or {}):
-                raise DraftError(f"{self.source}: {meaning} (it has `{key}`)")
-        names = self.config.get("architectures") or []
-        if any("DFlash2" in str(name) for name in names):
-            raise DraftError(f"{self.source}: a DFlash 2 draft ({names[0]}): only DFlash (v1) drafts are read yet")
-        if not isinstance(self.config.get("dflash_config", {}), Mapping):
-            raise self.error("dflash_config", "expected an object")
-        named = any("DFlash" in str(name) for name in names)
-        if not named and not self.config.get("dflash_config") and "target_layer_ids" not in self.config:
-            what = names[0] if names else self.config.get("model_type", "an unnamed model")
-            raise DraftError(
-                f"{self.source}: {what} is not a DFlash draft (no dflash_config, no DFlash architecture); "
-                "a target goes to --model"
-            )
-        if self.config.get("hidden_act", "silu") != "silu":
-            raise self.error("hidden_act", f"{self.config['hidden_act']!r} is not supported, DFlash drafts use 'silu'")
-        if (factor := self.get("partial_rotary_factor", default=None)) not in (None, 1, 1.0):
-            raise self.error("partial_rotary_factor", f"{factor} is not supported yet")
-
-    def get(self, field: str, **default: Any) -> Any:
-        """The value of a field wherever it stands; two different values are a conflict."""
-        found = [
-            (f"{section}.{field}" if section else field, place[field])
-            for section in SECTIONS
-            if isinstance(place := self.config.get(section) if section else self.config, Mapping)
-            and place.get(field) is not None
-        ]
-        if len(found) > 1 and found[0][1] != found[1][1]:
-            (one, a), (two, b) = found
-            raise self.error(field, f"{one} is {a!r} but {two} is {b!r}; keep the one the draft was trained with")
-        if found:
-            return found[0][1]
-        if "default" in default:
-            return default["default"]
-        raise self.error(field, "missing; the draft can't be run without it")
-
-    def positive(self, field: str) -> int:
-        value = self.get(field)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self.error(field, f"{value!r} is not a positive whole number")
-        return value
-
-    def optional_int(self, field: str) -> int | None:
-        return None if self.get(field, default=None) is None else self.positive(field)
-
-    def number(self, field: str) -> float:
-        value = self.get(field)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-            raise self.error(field, f"{value!r} is not a positive number")
-        return float(value)
-
-    def optional_number(self, field: str, zero_is_off: bool = False) -> float | None:
-        off = (None, 0) if zero_is_off else (None,)
-        return None if self.get(field, default=None) in off else self.number(field)
-
-
-def _head_dim(read: _Reader, hidden: int, heads: int) -> int:
-    if (explicit := read.optional_int("head_dim")) is not None:
-        return explicit
-    if hidden % heads:
+def _head_dim(read: Fields, hidden: int, heads: int) -> int:
+    size = read.optional_int("head_dim")
+    if size is None and hidden % heads:
         raise read.error("head_dim", f"missing, and hidden_size {hidden} is no multiple of {heads} heads")
-    return hidden // heads
+    size = size or hidden // heads
+    if size % 2 or size * heads > MAX_SIZE:
+        raise read.error("head_dim", f"{size} is odd or, with {heads} heads, too large; rotary embedding needs pairs")
+    return size
 
 
-def _block_size(read: _Reader) -> int:
+def _block_size(read: Fields) -> int:
     block = read.positive("block_size")
     if block < 2:
         raise read.error("block_size", f"{block}: a block holds the anchor and at least one draft token")
     return block
 
 
-def _mask_token(read: _Reader, vocab: int) -> int:
+def _mask_token(read: Fields, vocab: int) -> int:
     mask = read.get("mask_token_id")
     if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < vocab:
-        raise read.error("mask_token_id", f"{mask!r} is not a token id below vocab_size {vocab}")
+        raise read.error("mask_token_id", f"{brief(mask)} is not a token id below vocab_size {vocab}")
     return mask
 
 
-def _taps(read: _Reader, target_layers: int | None) -> tuple[int, ...]:
+def _taps(read: Fields, target_layers: int | None) -> tuple[int, ...]:
     taps = read.get("target_layer_ids")
     if not isinstance(taps, list) or not taps or not all(type(tap) is int for tap in taps):
-        raise read.error("target_layer_ids", f"{taps!r} is not a list of layer numbers")
+        raise read.error("target_layer_ids", f"{brief(taps)} is not a list of layer numbers")
     if len(set(taps)) != len(taps):
-        raise read.error("target_layer_ids", f"{taps} names a layer twice")
+        raise read.error("target_layer_ids", f"{brief(taps)} names a layer twice")
     if min(taps) < 0 or (target_layers is not None and max(taps) >= target_layers):
         limit = "" if target_layers is None else f" to {target_layers - 1} (num_target_layers {target_layers})"
-        raise read.error("target_layer_ids", f"{taps} must lie in 0{limit}")
+        raise read.error("target_layer_ids", f"{brief(taps)} must lie in 0{limit}")
     return tuple(taps)
 
 
-def _attention(read: _Reader, layers: int) -> tuple[tuple[str, ...], int | None, bool | None]:
+def _attention(read: Fields, layers: int) -> tuple[tuple[str, ...], int | None, bool | None]:
     """Layer types, window and the causal override, by the precedence that vLLM and the reference share."""
-    use_swa = bool(read.get("use_swa", default=False))
+    use_swa = read.flag("use_swa")
     types = read.get("layer_types", default=None)
     causal = read.config.get("is_causal")
     if causal is None:
@@ -300,9 +250,9 @@ def _attention(read: _Reader, layers: int) -> tuple[tuple[str, ...], int | None,
         if use_swa and causal is None:
             causal = False
     if not isinstance(types, list) or len(types) != layers:
-        raise read.error("layer_types", f"expected a list of num_hidden_layers {layers} entries, found {types!r}")
+        raise read.error("layer_types", f"expected a list of num_hidden_layers {layers} entries, found {brief(types)}")
     if unknown := sorted({str(kind) for kind in types} - {FULL, SLIDING}):
-        raise read.error("layer_types", f"{unknown} is not {FULL!r} or {SLIDING!r}")
+        raise read.error("layer_types", f"{brief(unknown)} is not {FULL!r} or {SLIDING!r}")
     window = None
     if SLIDING in types:
         window = read.optional_int("swa_window_size") or read.optional_int("sliding_window")
@@ -311,50 +261,48 @@ def _attention(read: _Reader, layers: int) -> tuple[tuple[str, ...], int | None,
         if window < 2:
             raise read.error("sliding_window", f"{window} leaves no room for context")
     if causal is not None and not isinstance(causal, bool):
-        raise read.error("is_causal", f"{causal!r} is not true or false")
+        raise read.error("is_causal", f"{brief(causal)} is not true or false")
     return tuple(types), window, causal
 
 
-def _rope(read: _Reader) -> tuple[float, dict[str, Any] | None]:
+def _rope(read: Fields) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling from `rope_theta`, `rope_parameters` and `rope_scaling`, which may all be present."""
     config = read.config
-    sections = {}
-    for name in ("rope_parameters", "rope_scaling"):
-        section = config.get(name)
-        if section is not None and not isinstance(section, Mapping):
-            raise read.error(name, f"{section!r} is not an object")
-        if section:
-            sections[name] = dict(section)
+    found = {name: read.optional(name, dict) for name in ("rope_parameters", "rope_scaling")}
+    sections = {name: section for name, section in found.items() if section}
     bases = {name: section["rope_theta"] for name, section in sections.items() if section.get("rope_theta") is not None}
     if config.get("rope_theta") is not None:
         bases["rope_theta"] = config["rope_theta"]
     if not bases:
         raise read.error("rope_theta", "missing, at the top level and under rope_parameters")
+    for name, theta in bases.items():
+        if not is_number(theta, 1) or theta == 1:
+            raise read.error("rope_theta", f"{brief(theta)} ({name}) is not a number above 1")
     if len(set(bases.values())) > 1:
         raise read.error("rope_theta", f"conflicting values {bases}; keep the one the draft was trained with")
-    theta = next(iter(bases.values()))
-    if not isinstance(theta, (int, float)) or isinstance(theta, bool) or not theta > 1:
-        raise read.error("rope_theta", f"{theta!r} is not a number above 1")
     scalings = [_rope_scaling(read, name, section) for name, section in sections.items()]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise read.error("rope_scaling", "differs from rope_parameters; keep the one the draft was trained with")
     return float(theta), scalings[0] if scalings else None
 
 
-def _rope_scaling(read: _Reader, name: str, section: dict[str, Any]) -> dict[str, Any] | None:
-    kinds = {section[key] for key in ("rope_type", "type") if section.get(key) is not None}
-    if len(kinds) > 1:
-        raise read.error(name, f"rope_type and type disagree: {sorted(map(str, kinds))}")
-    kind = kinds.pop() if kinds else "default"
-    if kind not in ROPE_FIELDS:
+def _rope_scaling(read: Fields, name: str, section: dict[str, Any]) -> dict[str, Any] | None:
+    kinds = [section[key] for key in ("rope_type", "type") if section.get(key) is not None] or ["default"]
+    if kinds[0] != kinds[-1]:
+        raise read.error(name, f"rope_type and type disagree: {brief(kinds)}")
+    kind = kinds[0]
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         known = ", ".join(ROPE_FIELDS)
-        raise read.error(f"{name}.rope_type", f"{kind!r} is not supported (known: {known})")
+        raise read.error(f"{name}.rope_type", f"{brief(kind)} is not supported (known: {known})")
     for field in ROPE_FIELDS[kind]:
-        value = section.get(field)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-            raise read.error(f"{name}.{field}", f"{value!r}: rope_type {kind!r} needs a positive number")
+        least = 1 if field == "original_max_position_embeddings" else 1e-6
+        if not is_number(value := section.get(field), least):
+            raise read.error(f"{name}.{field}", f"{brief(value)}: rope_type {kind!r} needs a positive number")
+    for field, least in ROPE_OPTIONS.items():
+        if (value := section.get(field)) is not None and not is_number(value, least):
+            raise read.error(f"{name}.{field}", f"{brief(value)} is not a positive number")
     if (factor := section.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise read.error(f"{name}.partial_rotary_factor", f"{factor} is not supported yet")
+        raise read.error(f"{name}.partial_rotary_factor", f"{brief(factor)} is not supported yet")
     if kind == "default":
         return None
     if kind == "yarn":
@@ -363,7 +311,7 @@ def _rope_scaling(read: _Reader, name: str, section: dict[str, Any]) -> dict[str
     return {**fields, "rope_type": kind}
 
 
-def _yarn(read: _Reader, name: str, section: dict[str, Any]) -> dict[str, Any]:
+def _yarn(read: Fields, name: str, section: dict[str, Any]) -> dict[str, Any]:
     """What mlx-lm's yarn needs to do as transformers does, or an error where it can't.
 
     transformers takes a stated `attention_factor` first, then the ratio of `mscale` and `mscale_all_dim` if both

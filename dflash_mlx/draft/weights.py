@@ -6,29 +6,40 @@ before anything heavy is read. Knows z-lab's layout and its MLX-quantised form; 
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
 from ..errors import DraftError
-from .config import DraftConfig, read_json
+from .config import DraftConfig
+from .fields import brief, read_json
 from .model import DFlashDraftModel
 
 MAX_HEADER = 100 * 2**20  # the format's own limit
-DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8}
+FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+PACKED = ("U32", "U8")  # quantised matrices, and the scales of mxfp4 and its like
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 
-# What a tensor name that no DFlash (v1) draft has tells about the folder.
+# MLX's quantisation modes -> their bits and group sizes; the first of each is mlx-lm's default
+MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "affine": ((4, 2, 3, 5, 6, 8), (64, 32, 128)),
+    "mxfp4": ((4,), (32,)),
+    "nvfp4": ((4,), (16,)),
+    "mxfp8": ((8,), (32,)),
+}
+
+# What a tensor name that no DFlash (v1) draft has tells about the folder, most telling first.
 FOREIGN_TENSORS = {
     "candidate_selector.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
     "attention_conv.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
@@ -80,10 +91,11 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up a checkpoint."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = set((read_json(index).get("weight_map") or {}).values())
+        weight_map = read_json(index).get("weight_map")
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
         if not names or not all(isinstance(n, str) and n and Path(n).name == n for n in names):
-            raise DraftError(f"{index}: weight_map must name files of this folder, found {sorted(map(str, names))[:3]}")
-        files = [folder / name for name in sorted(names)]
+            raise DraftError(f"{index}: weight_map must name files of this folder, found {brief(weight_map)}")
+        files = [folder / name for name in sorted(set(names))]
         for file in files:
             if not file.is_file():
                 raise DraftError(f"{file}: named by {index.name} but missing; download the draft again")
@@ -105,17 +117,15 @@ def _file_header(file: Path) -> dict[str, TensorInfo]:
             raise DraftError(f"{file}: not a safetensors file, or cut short ({size} bytes)")
         try:
             header = json.loads(stream.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-            raise DraftError(f"{file}: not a safetensors file (its header is not JSON)") from None
+        except (ValueError, RecursionError):
+            header = None
+    if not isinstance(header, dict):
+        raise DraftError(f"{file}: not a safetensors file (its header is no JSON object)")
     tensors, end = {}, 0
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        try:
-            begin, stop = entry["data_offsets"]
-            info = TensorInfo(entry["dtype"], tuple(int(n) for n in entry["shape"]), file)
-        except (KeyError, TypeError, ValueError):
-            raise DraftError(f"{file}: malformed header entry for {name}") from None
+        info, begin, stop = _header_entry(file, name, entry)
         if info.dtype in ITEM_BYTES and stop - begin != info.nbytes:
             raise DraftError(
                 f"{file}: {name} has {stop - begin} bytes, its shape {list(info.shape)} needs {info.nbytes}"
@@ -124,6 +134,17 @@ def _file_header(file: Path) -> dict[str, TensorInfo]:
     if 8 + length + end > size:
         raise DraftError(f"{file}: cut short: {size} bytes, {8 + length + end} expected; download it again")
     return tensors
+
+
+def _header_entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
+    """One tensor of a header, and where its bytes begin and stop."""
+    try:
+        dtype, shape, (begin, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        dtype = None
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, stop)) or begin > stop:
+        raise DraftError(f"{file}: malformed header entry for {brief(name)}: {brief(entry)}")
+    return TensorInfo(dtype, shape, file), begin, stop
 
 
 def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -156,15 +177,17 @@ def check_tensors(
     if not config.attention_bias or not any(name.endswith("_proj.bias") for name in tensors):
         config = config.with_bias(any(name.endswith("self_attn.q_proj.bias") for name in tensors))
     expected = expected_shapes(config)
+    _refuse_foreign(tensors, expected)
     quantized: dict[str, Quantized] = {}
     seen = set()
     for name, info in tensors.items():
         path, _, kind = name.rpartition(".")
-        if info.dtype not in DTYPES:
+        if info.dtype not in (*FLOATS, *PACKED):
             raise DraftError(f"{info.file}: {name} is stored as {info.dtype}, which is not read yet")
-        if f"{path}.scales" in tensors and f"{path}.weight" in expected:
+        matrix = expected.get(f"{path}.weight", ())
+        if f"{path}.scales" in tensors and len(matrix) == 2:
             if kind == "weight":
-                quantized[path] = _quantized(config, tensors, path, expected[name])
+                quantized[path] = _quantized(config, tensors, path, matrix)
             elif kind not in ("scales", "biases"):
                 _match(name, info, expected)
         else:
@@ -176,12 +199,20 @@ def check_tensors(
     return config, quantized
 
 
+def _refuse_foreign(tensors: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> None:
+    unknown = [name for name in tensors if name not in expected]
+    for part, meaning in FOREIGN_TENSORS.items():
+        if name := next((name for name in unknown if part in name), None):
+            raise DraftError(f"{tensors[name].file}: this is {meaning} (it has {brief(name)})")
+
+
 def _match(name: str, info: TensorInfo, expected: Mapping[str, tuple[int, ...]]) -> None:
     if name not in expected:
-        for part, meaning in FOREIGN_TENSORS.items():
-            if part in name:
-                raise DraftError(f"{info.file}: this is {meaning} (it has {name})")
-        raise DraftError(f"{info.file}: unknown tensor {name}; this is not a draft of the z-lab layout")
+        raise DraftError(f"{info.file}: unknown tensor {brief(name)}; this is not a draft of the z-lab layout")
+    if info.dtype not in FLOATS:
+        raise DraftError(
+            f"{info.file}: {name} is stored as {info.dtype}, without the scales that a quantised matrix needs"
+        )
     if info.shape != expected[name]:
         raise DraftError(
             f"{info.file}: {name} has shape {list(info.shape)}, config.json asks for {list(expected[name])}"
@@ -189,17 +220,28 @@ def _match(name: str, info: TensorInfo, expected: Mapping[str, tuple[int, ...]])
 
 
 def _quantized(config: DraftConfig, tensors: Mapping[str, TensorInfo], path: str, shape: tuple[int, ...]) -> Quantized:
-    weight, scales = tensors[f"{path}.weight"], tensors[f"{path}.scales"]
-    rows, columns = shape
-    packed = weight.shape[-1] * 32
-    if weight.dtype != "U32" or weight.shape[0] != rows or scales.shape[0] != rows or packed % columns:
-        raise DraftError(f"{weight.file}: {path}.weight {list(weight.shape)} is no quantised form of {list(shape)}")
+    weight, scales, biases = (tensors.get(f"{path}.{kind}") for kind in ("weight", "scales", "biases"))
+    assert weight is not None
+    assert scales is not None
     section = config.quantization or {}
     own = section.get(path)
-    mode = own.get("mode") if isinstance(own, Mapping) else section.get("mode")
-    if mode is None and f"{path}.biases" not in tensors:
+    mode = (own if isinstance(own, Mapping) else section).get("mode") or ("affine" if biases else None)
+    if mode is None:
         raise DraftError(f"{weight.file}: {path} has no biases and config.json no quantization mode")
-    return Quantized(packed // columns, columns // scales.shape[-1], mode or "affine")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise DraftError(f"{weight.file}: {path}: quantization mode {brief(mode)} is not one of {', '.join(MODES)}")
+    rows, columns = shape
+    for bits, group_size in itertools.product(*MODES[mode]):
+        if columns % group_size or weight.dtype != "U32" or weight.shape != (rows, columns * bits // 32):
+            continue
+        if scales.shape != (rows, columns // group_size) or (scales.dtype in FLOATS) != (mode == "affine"):
+            continue
+        if (mode == "affine" and biases and biases.shape == scales.shape) or (mode != "affine" and not biases):
+            return Quantized(bits, group_size, mode)
+    raise DraftError(
+        f"{weight.file}: {path}.weight {list(weight.shape)} with scales {list(scales.shape)} "
+        f"is no {mode} form of {list(shape)}"
+    )
 
 
 def load_draft_folder(
@@ -217,7 +259,7 @@ def load_draft_folder(
     weights: dict[str, mx.array] = {}
     for file in weight_files(folder):
         weights.update(load_file(file))
-    _refuse_non_finite(weights, folder)
+    refuse_non_finite(weights, folder)
     model.load_weights(list(weights.items()))
     if dtype is not None:
         model.set_dtype(dtype)
@@ -227,8 +269,14 @@ def load_draft_folder(
 
 
 def load_file(file: Path) -> dict[str, mx.array]:
-    """The tensors of one file; their data is read when it is evaluated."""
-    return cast(dict[str, mx.array], mx.load(str(file)))
+    """The tensors of one file; their data is read when it is evaluated.
+
+    Raises `DraftError` for a file that MLX does not take although its header looks right.
+    """
+    try:
+        return cast(dict[str, mx.array], mx.load(str(file)))
+    except (RuntimeError, ValueError) as error:
+        raise DraftError(f"{file}: MLX can't read it ({error})") from None
 
 
 def check_draft_folder(folder: Path) -> tuple[DraftConfig, dict[str, Quantized]]:
@@ -239,9 +287,10 @@ def check_draft_folder(folder: Path) -> tuple[DraftConfig, dict[str, Quantized]]
     return check_tensors(config, read_headers(folder), folder)
 
 
-def _refuse_non_finite(weights: Mapping[str, mx.array], folder: Path) -> None:
-    floats = [name for name, array in weights.items() if mx.issubdtype(array.dtype, mx.floating)]
-    finite = cast(list[bool], mx.stack([mx.isfinite(weights[name]).all() for name in floats]).tolist())
-    if broken := [name for name, good in zip(floats, finite, strict=True) if not good]:
+def refuse_non_finite(weights: Mapping[str, mx.array], source: Path) -> None:
+    """Raise `DraftError` naming the first tensor with a NaN or infinite value."""
+    floats = {name: array for name, array in weights.items() if mx.issubdtype(array.dtype, mx.floating)}
+    # one at a time: together their intermediate results would take as much memory as the weights
+    if broken := [name for name, array in floats.items() if not mx.isfinite(array).all().item()]:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise DraftError(f"{folder}: {broken[0]}{more} holds NaN or infinite values; the file is damaged")
+        raise DraftError(f"{source}: {broken[0]}{more} holds NaN or infinite values; the file is damaged")
