@@ -83,6 +83,7 @@ class Session:
         self.stream, self.quantize, self.profile = stream, quantize, profile
         self.taps: Sequence[int] = drafter.target_layer_ids if drafter else ()
         self.fed = cached_tokens(target_cache)
+        self.rewinder = target.rewinder(target_cache)
         self.vocab = 0  # width of the logits, known after the first round
         self.tokens: list[int] = []  # fed in this call or emitted, anchor last
         self.anchor = mx.array([], mx.int32)
@@ -114,7 +115,7 @@ class Session:
         tokens = picks[: accepted + 1]
         rejected = flight.width - len(tokens)
         with mx.stream(self.stream):
-            self.target.rewind(self.target_cache, rejected)
+            self.rewinder.rewind(self.fed, self.fed - rejected)
             if flight.context is not None:
                 self.pending.append(flight.context[:, : len(tokens)])
             self.anchor = flight.picks[accepted : accepted + 1]
@@ -137,7 +138,10 @@ class Session:
         self, block: mx.array, finite: mx.array | None, gumbel: mx.array | None, before: Sequence[int]
     ) -> Flight:
         width, first = block.shape[0], self.fed
-        logits, taps = self.target.forward(block[None], self.target_cache, self.taps)
+        mark = self.rewinder.mark(first, width) if self.drafter else None  # plain rounds are never undone
+        logits, taps = self.target.forward(
+            block[None], self.target_cache, self.taps, self.rewinder.watch(mark) if mark else None
+        )
         self.fed += width
         self.quantize(self.target_cache)
         self.vocab = logits.shape[-1]
@@ -216,7 +220,7 @@ class Session:
                 self.fed += 1
                 if self.drafter and taps is not None:
                     self.pending.append(self.drafter.context(taps))
-            self.target.rewind(self.target_cache, self.fed - length)
+            self.rewinder.rewind(self.fed, length)
             self.fed = length
             if self.drafter and self.draft_cache:
                 missing = length - self.draft_cache[0].offset

@@ -9,10 +9,10 @@ other's. Knows nothing of language models.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,8 +21,8 @@ from mlx import nn
 # handler(call, *args, **kwargs): `call` is the module's own bound call
 Handler = Callable[..., Any]
 
-_NONE: Mapping[int, Handler] = MappingProxyType({})
-_handlers: ContextVar[Mapping[int, Handler]] = ContextVar("dflash_handlers", default=_NONE)
+_NONE: Mapping[int, tuple[Handler, ...]] = MappingProxyType({})
+_handlers: ContextVar[Mapping[int, tuple[Handler, ...]]] = ContextVar("dflash_handlers", default=_NONE)
 _lock = threading.Lock()
 _swapped: dict[int, tuple[type, int]] = {}  # id(module) -> its own class, users
 
@@ -30,17 +30,24 @@ _swapped: dict[int, tuple[type, int]] = {}  # id(module) -> its own class, users
 @cache
 def _subclass(cls: type) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = lambda *a, **k: cls.__call__(self, *a, **k)  # noqa: E731
-        handler = _handlers.get().get(id(self))
-        return own(*args, **kwargs) if handler is None else handler(own, *args, **kwargs)
+        own = partial(cls.__call__, self)
+        for handler in _handlers.get().get(id(self), ()):
+            own = partial(handler, own)
+        return own(*args, **kwargs)
 
     return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
 
 
 @contextmanager
-def intercept(modules: list[tuple[nn.Module, Handler]]) -> Iterator[None]:
-    """Route calls of `modules` through their handlers while the block runs, in this thread's context."""
-    token = _handlers.set({**_handlers.get(), **{id(module): handler for module, handler in modules}})
+def intercept(modules: Sequence[tuple[nn.Module, Handler]]) -> Iterator[None]:
+    """Route calls of `modules` through their handlers while the block runs, in this thread's context.
+
+    A module that is named twice passes through both, the later one outermost.
+    """
+    handlers = dict(_handlers.get())
+    for module, handler in modules:
+        handlers[id(module)] = (*handlers.get(id(module), ()), handler)
+    token = _handlers.set(handlers)
     for module, _ in modules:
         with _lock:
             own, users = _swapped.get(id(module), (type(module), 0))

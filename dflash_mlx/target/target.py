@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -19,7 +20,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import TargetError
 from .intercept import Handler, intercept
-from .rewind import rewind, unsupported
+from .pinned import pinned_masks
+from .rewind import Rewinder, receivers, recurrent, unsupported
 
 # Taps already checked on a model: the check costs one small forward, so it runs once a model.
 _checked: dict[int, tuple[weakref.ref, set[int], float]] = {}
@@ -71,27 +73,53 @@ class Target:
         return make_prompt_cache(self.model, max_kv_size)
 
     def require_rewindable(self, caches: Sequence[Any]) -> None:
-        """Raise `TargetError` naming the family unless every cache can be rewound."""
-        if kind := unsupported(caches):
-            raise TargetError(
-                f"target {self.name}: its {kind} can't be rewound yet, so no draft can drive it; "
-                "run it without one (--draft-model none)"
-            )
+        """Raise `TargetError` naming the family unless every cache can be rewound.
 
-    def forward(self, ids: mx.array, cache: list[Any], taps: Sequence[int] = ()) -> tuple[mx.array, mx.array | None]:
+        Recurrent state is rewound by running its layer again, so some layer must be given it; to see which, the
+        model builds (and never evaluates) a forward of two tokens.
+        """
+        if kind := unsupported(caches):
+            raise self._refusal(f"its {kind} can't be rewound")
+        if not any(map(recurrent, caches)):
+            return
+        fresh, owned = self.make_cache(), set()
+
+        def see(own: Any, *args: Any, **kwargs: Any) -> Any:
+            owned.update(receivers(fresh, (*args, *kwargs.values())))
+            return own(*args, **kwargs)
+
+        with intercept([(layer, see) for layer in self.layers]):
+            self.model(mx.array([[0, 1]]), cache=fresh)
+        if missing := [i for i, cache in enumerate(fresh) if recurrent(cache) and i not in owned]:
+            raise self._refusal(f"no layer is given its recurrent cache {missing[0]}, so it can't be replayed")
+
+    def _refusal(self, why: str) -> TargetError:
+        return TargetError(
+            f"target {self.name}: {why}, so no draft can drive it; run it without one (--draft-model none)"
+        )
+
+    def forward(
+        self,
+        ids: mx.array,
+        cache: list[Any],
+        taps: Sequence[int] = (),
+        watch: Sequence[tuple[nn.Module, Handler]] | None = None,
+    ) -> tuple[mx.array, mx.array | None]:
         """One forward.
 
         Args:
-            ids: `[B, L]`; cache: updated in place; taps: layers whose outputs to return, order kept.
+            ids: `[B, L]`; cache: updated in place; taps: layers whose outputs to return, order kept;
+                watch: handlers of a `Rewinder`, given when a block is verified.
 
         Returns:
             Logits `[B, L, V]` and the concatenated taps `[B, L, len(taps) * Ht]` (None without taps).
         """
-        if not taps:
-            return self.model(ids, cache=cache), None
         calls = {i: _Calls() for i in dict.fromkeys(taps)}
-        with intercept([(self.layers[i], call) for i, call in calls.items()]):
+        verifying = pinned_masks(cache) if watch is not None else nullcontext()
+        with intercept([*(watch or ()), *((self.layers[i], call) for i, call in calls.items())]), verifying:
             logits = self.model(ids, cache=cache)
+        if not taps:
+            return logits, None
         return logits, mx.concatenate([_hidden(calls[i].outputs[0]) for i in taps], axis=-1)
 
     def embed(self, ids: mx.array) -> mx.array:
@@ -104,9 +132,9 @@ class Target:
         with intercept([(self.inner, lambda own, *args, **kwargs: hidden)]):
             return self.model(mx.zeros(hidden.shape[:2], mx.int32), cache=None)
 
-    def rewind(self, cache: list[Any], n: int) -> None:
-        """Drop the last `n` tokens from the cache."""
-        rewind(cache, n)
+    def rewinder(self, caches: list[Any]) -> Rewinder:
+        """What takes these caches back when part of a round is not kept."""
+        return Rewinder(caches, self.layers)
 
     def check_taps(self, taps: Sequence[int]) -> None:
         """Prove on two dummy tokens that tap i is the output of layer i and that `embed` and `head` are right.
