@@ -22,6 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .decode.block_size import FixedBlockSize
 from .decode.drafter import Drafter, as_drafter
+from .decode.filters import Filters
 from .decode.loop import Token, decode
 from .decode.round import Session
 from .decode.sampling import LogitsProcessor, Sampler, TokenPicker
@@ -69,6 +70,14 @@ def _tokens(
     max_tokens: int = 256,
     temp: float = 0.0,
     seed: int | None = None,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] = (),
+    acceptance: str = "match",
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     block_size: int | None = None,
@@ -87,7 +96,8 @@ def _tokens(
     Args:
         end_tokens: ids that end the text.
         max_tokens: at most so many tokens, the end token included; -1 for no limit.
-        temp, seed: see `TokenPicker`; a `sampler` replaces them.
+        temp, seed: see `TokenPicker`; top_p to xtc_special_tokens: see `Filters`; a `sampler` replaces them all.
+        acceptance: "match" (the text does not depend on the draft) or "rejection" (see `decode/acceptance.py`).
         block_size: slots of a block, anchor included; None takes the draft's own, 1 decodes plainly.
         prompt_cache: the target's cache entries, then (optionally) the draft's; updated in place and left at
             exactly prompt + emitted tokens. The other arguments are mlx-lm's.
@@ -100,7 +110,12 @@ def _tokens(
         raise ValueError(f"prefill_step_size is {prefill_step_size}, expected 1 or more")
     if max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens}, expected 1 or more, or -1 for no limit")
-    picker = TokenPicker(temp, seed, sampler, tuple(logits_processors or ()))
+    if acceptance not in ("match", "rejection"):
+        raise ValueError(f"acceptance is {acceptance!r}, expected 'match' or 'rejection'")
+    if acceptance == "rejection" and sampler is not None:
+        raise ValueError("acceptance 'rejection' needs the distributions; give temp, top_p, ... instead of a sampler")
+    filters = Filters(top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens)
+    picker = TokenPicker(temp, seed, filters, acceptance == "rejection", sampler, tuple(logits_processors or ()))
     target = Target(model)
     drafter = None if draft_model is None else as_drafter(draft_model)
     width = _block_size(drafter, block_size, stats)

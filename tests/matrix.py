@@ -156,7 +156,10 @@ def main() -> None:
             outcome = Outcome("WRONG", str(error)[:300])
         table[name] = {key: value for key, value in dataclasses.asdict(outcome).items() if value}
         print(f"{name}: {outcome.status} {outcome.reason or ''} ({time.perf_counter() - start:.1f} s)", flush=True)
-    counts = {status: sum(row["status"] == status for row in table.values()) for status in ("verified", "refused", "not built", "WRONG")}
+    counts = {
+        status: sum(row["status"] == status for row in table.values())
+        for status in ("verified", "refused", "not built", "WRONG")
+    }
     print(counts)
     if "--write" in sys.argv:
         import mlx_lm

@@ -119,9 +119,7 @@ def test_a_length_stop_leaves_the_cache_at_prompt_and_tokens(family, limit, righ
     model, prompt = make_hybrid(family), prompt_of(21)
     truth = plain_tokens(model, prompt, limit + 12)
     cache = make_prompt_cache(model)
-    tokens, _ = decode(
-        model, prompt, ScriptedDrafter([*prompt, *truth], lambda i: right), limit, prompt_cache=cache
-    )
+    tokens, _ = decode(model, prompt, ScriptedDrafter([*prompt, *truth], lambda i: right), limit, prompt_cache=cache)
     assert tokens == truth[:limit]
     assert decode(model, truth[limit : limit + 1], None, 11, prompt_cache=cache)[0] == truth[limit + 1 :]
 

@@ -17,10 +17,10 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..target import Target
-from .acceptance import count_accepted
+from .acceptance import count_accepted, reject
 from .block_size import Widths
-from .drafter import Drafter, DraftRequest, Noise, Proposal
-from .sampling import TokenPicker
+from .drafter import Drafter, DraftRequest, Proposal
+from .sampling import Noise, TokenPicker
 from .stats import GenerationStats
 
 
@@ -98,14 +98,13 @@ class Session:
         start = time.perf_counter()
         anchor = self.anchor if anchor is None else anchor
         with mx.stream(self.stream):
-            block, finite, gumbel = anchor, None, None
+            block, proposal = anchor, None
             if widths.verify > 1:
-                gumbel = self._gumbel(max(widths.verify, widths.draft - 1), self.vocab)
-                proposal = self._draft(anchor, widths.draft, gumbel)
-                block, finite = mx.concatenate([anchor, proposal.tokens[: widths.verify - 1]]), proposal.finite
+                proposal = self._draft(anchor, widths.draft)
+                block = mx.concatenate([anchor, proposal.tokens[: widths.verify - 1]])
                 start = self._launch("draft_seconds", start, block)
             before = self.tokens[:-1] if anchor is self.anchor else self.tokens
-            flight = self._verify(block, finite, gumbel, before)
+            flight = self._verify(block, proposal, before)
             self._launch("verify_seconds", start, flight.packed, *([] if flight.context is None else [flight.context]))
         return flight
 
@@ -126,17 +125,17 @@ class Session:
             self.switch_off(f"it computed NaN or infinite values in {dtype}")
         return Round(flight.width, accepted, tokens, flight.logprobs)
 
-    def _draft(self, anchor: mx.array, width: int, gumbel: mx.array | None) -> Proposal:
+    def _draft(self, anchor: mx.array, width: int) -> Proposal:
         assert self.drafter is not None
-        noise = None if gumbel is None else Noise(gumbel[: width - 1], self.picker.temp)
+        # By match the draft picks with the target's own noise, by rejection it must not know it.
+        purpose = "draft" if self.picker.rejection else "pick"
+        noise = self.picker.noise(self.fed + 1, width - 1, self.vocab, purpose)
         context = self._take_pending()
         return self.drafter.propose(
-            DraftRequest(anchor, width, self.tokens, context, self.draft_cache, self.target, noise)
+            DraftRequest(anchor, width, self.tokens, context, self.draft_cache, self.target, self.picker, noise)
         )
 
-    def _verify(
-        self, block: mx.array, finite: mx.array | None, gumbel: mx.array | None, before: Sequence[int]
-    ) -> Flight:
+    def _verify(self, block: mx.array, proposal: Proposal | None, before: Sequence[int]) -> Flight:
         width, first = block.shape[0], self.fed
         mark = self.rewinder.mark(first, width) if self.drafter else None  # plain rounds are never undone
         logits, taps = self.target.forward(
@@ -145,21 +144,25 @@ class Session:
         self.fed += width
         self.quantize(self.target_cache)
         self.vocab = logits.shape[-1]
-        if gumbel is None:
-            gumbel = self._gumbel(width, self.vocab, first)
-        picks, logprobs = self.picker.pick(logits[0], None if gumbel is None else gumbel[:width], before, block)
-        accepted = count_accepted(block[1:], picks)[None]
-        finite = mx.array([1]) if finite is None else finite[None]
-        packed = mx.concatenate([accepted, finite.astype(mx.int32), picks.astype(mx.int32)])
+        noise = self.picker.noise(first + 1, width, self.vocab)
+        logits = self.picker.processed(logits[0], before, block)
+        picks, logprobs = self.picker.pick(logits, noise)
+        accepted, finite = count_accepted(block[1:], picks), mx.array(True)
+        if proposal is not None:
+            finite = finite if proposal.finite is None else proposal.finite
+            if self.picker.rejection and noise is not None:
+                accepted, picks = self._reject(block[1:], proposal, logits, noise, first)
+        packed = mx.concatenate([x.astype(mx.int32) for x in (accepted[None], finite[None], picks)])
         context = self.drafter.context(taps) if self.drafter and taps is not None else None
         return Flight(width, packed, picks, logprobs, context)
 
-    def _gumbel(self, rows: int, vocab: int, first: int | None = None) -> mx.array | None:
-        """Noise for the picks that follow block rows at positions `first` (default: the next) and on."""
-        if not self.picker.seeded:
-            return None
-        first = self.fed if first is None else first
-        return self.picker.gumbel(range(first + 1, first + 1 + rows), vocab)
+    def _reject(
+        self, proposed: mx.array, proposal: Proposal, logits: mx.array, noise: Noise, first: int
+    ) -> tuple[mx.array, mx.array]:
+        rows = proposed.shape[0]
+        uniform = self.picker.uniform(range(first + 1, first + 1 + rows), "accept")[:, 0]
+        draft = None if proposal.scores is None else proposal.scores[:rows]
+        return reject(proposed, draft, self.picker.scores(logits, noise.coin), uniform, noise.gumbel)
 
     def _launch(self, part: str, start: float, *arrays: mx.array) -> float:
         """Queue the arrays built since `start`; when profiling, wait for them and book both times."""

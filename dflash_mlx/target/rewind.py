@@ -35,7 +35,9 @@ class LayerCall:
 
     def replay(self, width: int, keep: int) -> None:
         """Call again with the first `keep` of `width` rows; only the caches change."""
-        self.own(*(_cut(a, width, keep) for a in self.args), **{k: _cut(a, width, keep) for k, a in self.kwargs.items()})
+        self.own(
+            *(_cut(a, width, keep) for a in self.args), **{k: _cut(a, width, keep) for k, a in self.kwargs.items()}
+        )
 
 
 @dataclass
