@@ -21,7 +21,6 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.models
 from mlx import nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from scripted import ScriptedDrafter, plain_tokens
 

@@ -126,6 +126,7 @@ def _check(args: argparse.Namespace, model: Any, tokenizer: Any, ids: Any, token
             model,
             ids,
             tokens,
+            max_tokens=args.max_tokens,
             end_tokens=tokenizer.eos_token_ids,
             temp=args.temp,
             seed=args.seed,

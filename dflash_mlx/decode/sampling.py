@@ -96,11 +96,12 @@ class TokenPicker:
     def processed(self, logits: mx.array, before: Sequence[int], block: mx.array) -> mx.array:
         """Logits `[L, V]` after the processors; row i follows block token i and is given all tokens up to it.
 
+        Rows behind a draft token that is then rejected are computed too, so a processor may see a prefix that is
+        never emitted; what it returns for it is not used.
+
         Args:
             before: the tokens before the anchor. block: `[L]`, anchor first.
         """
-        if not self.logits_processors:
-            return logits
         tokens = mx.concatenate([mx.array(list(before), mx.int32), block.astype(mx.int32)])
         rows = []
         for i in range(logits.shape[0]):

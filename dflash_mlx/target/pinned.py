@@ -21,12 +21,12 @@ def pinned_masks(caches: Sequence[Any]) -> Iterator[None]:
     """Let pinning caches make exact masks while the block runs."""
     pinning = list(_pinning(caches))
     for cache in pinning:
-        cache.make_mask = partial(_mask, cache)
+        vars(cache)["make_mask"] = partial(_mask, cache)
     try:
         yield
     finally:
         for cache in pinning:
-            del cache.make_mask
+            vars(cache).pop("make_mask", None)
 
 
 def _pinning(caches: Sequence[Any]) -> Iterator[RotatingKVCache]:

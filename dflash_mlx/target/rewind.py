@@ -58,13 +58,13 @@ def _trim(cache: Any, n: int) -> None:
         raise RuntimeError(f"{type(cache).__name__} dropped {done} of {n} rows")
 
 
-def _cut_concatenated(cache: ConcatenateKVCache, n: int) -> None:
+def _cut_concatenated(cache: Any, n: int) -> None:
     """Its own `trim` moves the offset only, and the next append brings the dropped rows back."""
     end = cache.offset - n
     cache.keys, cache.values, cache.offset = cache.keys[..., :end, :], cache.values[..., :end, :], end
 
 
-def _cut_rotating(cache: RotatingKVCache, n: int) -> None:
+def _cut_rotating(cache: Any, n: int) -> None:
     """Valid behind an append of several rows: that leaves rows in time order, and enough old ones for any cut."""
     if n == 0:
         return
@@ -127,7 +127,7 @@ def snapshot(cache: Any, width: int) -> Any:
         return list(cache.cache)
     if type(cache) is RotatingKVCache:
         keys, values = cache.keys, cache.values
-        if width == 1 and keys is not None:
+        if width == 1 and keys is not None and values is not None:
             keys, values = keys[...], values[...]
         return keys, values, cache.offset, cache._idx
     return None
@@ -177,6 +177,16 @@ class Rewinder:
 
         return [(layer, record) for layer in self.layers]
 
+    def undo(self, start: int) -> None:
+        """Undo the round behind `start` tokens that an exception broke off, cache by cache."""
+        if self.marks and self.marks[-1].start == start:
+            for cache, state in zip(self.caches, self.marks[-1].states, strict=True):
+                _drop_to(cache, state, start)
+        else:  # a plain round keeps no snapshot; caches of rows can be cut without one
+            for cache in self.caches:
+                if type(cache) in CUT and cache.offset > start:
+                    CUT[type(cache)](cache, cache.offset - start)
+
     def rewind(self, fed: int, length: int) -> None:
         """From `fed` tokens back to `length`, which must lie behind the start of the older mark; lazy."""
         if fed == length:
@@ -195,6 +205,17 @@ class Rewinder:
         if self.replayed and length != newest.start and owner is not None:
             for call in owner.calls:
                 call.replay(owner.width, length - owner.start)
+
+
+def _drop_to(cache: Any, state: Any, length: int) -> None:
+    """Back to the snapshot of a round that may or may not have reached this cache."""
+    if type(cache) is CacheList:
+        for member, inner in zip(cache.caches, state, strict=True):
+            _drop_to(member, inner, length)
+    elif type(cache) in (ArraysCache, RotatingKVCache):
+        restore(cache, state, 0)
+    elif cache.offset > length:
+        CUT[type(cache)](cache, cache.offset - length)
 
 
 def _go_back(cache: Any, newest: Mark, state: Any, fed: int, length: int) -> None:

@@ -68,6 +68,12 @@ class Target:
         """Rows of the embedding."""
         return self.embed_tokens.weight.shape[0]
 
+    def check_ids(self, ids: mx.array) -> None:
+        """Raise `ValueError` for a token id that the model has no row for: MLX would read outside the table."""
+        vocab = getattr(getattr(self.model, "args", None), "vocab_size", None)
+        if isinstance(vocab, int) and (highest := cast(int, ids.max().item())) >= vocab:
+            raise ValueError(f"the prompt holds token id {highest}, the target's vocabulary ends at {vocab - 1}")
+
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """mlx-lm's own cache for this model."""
         return make_prompt_cache(self.model, max_kv_size)
@@ -82,7 +88,8 @@ class Target:
             raise self._refusal(f"its {kind} can't be rewound")
         if not any(map(recurrent, caches)):
             return
-        fresh, owned = self.make_cache(), set()
+        fresh = self.make_cache()
+        owned: set[int] = set()
 
         def see(own: Any, *args: Any, **kwargs: Any) -> Any:
             owned.update(receivers(fresh, (*args, *kwargs.values())))
@@ -221,4 +228,5 @@ def _scale(embedded: mx.array, entering: mx.array, inner: nn.Module) -> float:
     plain_factor = mx.abs(b - a * factor).max() <= 0.02 * mx.abs(b).max()  # false for NaN too
     if not plain_factor.item():
         return 1.0
-    return float(getattr(inner, "embed_scale", None) or cast(float, factor.item()))
+    # Bfloat16 tables give 11.9953 for 12; published factors have few digits.
+    return float(getattr(inner, "embed_scale", None) or f"{cast(float, factor.item()):.3g}")
