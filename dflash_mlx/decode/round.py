@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx_lm.models.cache import CacheList
 
 from ..target import Target
 from .acceptance import count_accepted, reject
@@ -51,8 +52,14 @@ def sync(array: mx.array) -> list[int]:
 
 
 def cached_tokens(caches: Sequence[Any]) -> int:
-    """Tokens that a target's cache holds; recurrent entries do not say, so the first that does is asked."""
-    return next((cache.offset for cache in caches if isinstance(getattr(cache, "offset", None), int)), 0)
+    """Tokens that a target's cache holds; recurrent entries do not say, and some models leave an entry unused."""
+    offsets = [getattr(cache, "offset", None) for cache in _flat(caches)]
+    return max((offset for offset in offsets if isinstance(offset, int)), default=0)
+
+
+def _flat(caches: Sequence[Any]) -> Iterator[Any]:
+    for cache in caches:
+        yield from _flat(cache.caches) if isinstance(cache, CacheList) else (cache,)
 
 
 def align(draft_cache: Sequence[Any], length: int) -> None:
