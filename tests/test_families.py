@@ -11,7 +11,8 @@ TABLE = json.loads(matrix.TABLE.read_text())
 BUILT = [name for name, entry in matrix.CONFIGS.items() if "skip" not in entry]
 # Targets of published drafts (facts of the pair list), by mlx-lm module.
 PUBLISHED = [
-    "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_text", "gpt_oss", "llama", "kimi_k25",
+    "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_text", "gpt_oss", "llama",
+    "kimi_k25",
     "deepseek_v3", "minimax", "glm_moe_dsa", "lfm2", "lfm2_moe", "nemotron_h", "muse_glimmer",
 ]  # fmt: skip
 
