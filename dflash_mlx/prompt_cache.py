@@ -71,7 +71,9 @@ class PromptCache:
 
 
 def _can_be_cut(cache: Any) -> bool:
-    return type(cache) in CUT and (type(cache) is not RotatingKVCache or cache.offset < cache.max_size)
+    if type(cache) is RotatingKVCache:
+        return cache.offset < cache.max_size
+    return type(cache) in CUT and not getattr(cache, "start_position", 0)  # a chunked cache that dropped chunks
 
 
 def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:

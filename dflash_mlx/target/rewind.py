@@ -127,6 +127,8 @@ def snapshot(cache: Any, width: int) -> Any:
         return [snapshot(member, width) for member in cache.caches]
     if type(cache) is ArraysCache:
         return list(cache.cache)
+    if type(cache) is ChunkedKVCache:  # a forward first drops old chunks, into arrays of its own
+        return cache.keys, cache.values, cache.offset, cache.start_position
     if type(cache) is RotatingKVCache:
         keys, values = cache.keys, cache.values
         if width == 1 and keys is not None and values is not None:
@@ -144,6 +146,8 @@ def restore(cache: Any, state: Any, n: int) -> None:
         cache.cache = list(state)
     elif type(cache) is RotatingKVCache:
         cache.keys, cache.values, cache.offset, cache._idx = state
+    elif type(cache) is ChunkedKVCache:
+        cache.keys, cache.values, cache.offset, cache.start_position = state
     else:
         CUT[type(cache)](cache, n)
 
@@ -214,20 +218,20 @@ def _drop_to(cache: Any, state: Any, length: int) -> None:
     if type(cache) is CacheList:
         for member, inner in zip(cache.caches, state, strict=True):
             _drop_to(member, inner, length)
-    elif type(cache) in (ArraysCache, RotatingKVCache):
+    elif type(cache) in (ArraysCache, RotatingKVCache, ChunkedKVCache):
         restore(cache, state, 0)
     elif cache.offset > length:
         CUT[type(cache)](cache, cache.offset - length)
 
 
 def _go_back(cache: Any, newest: Mark, state: Any, fed: int, length: int) -> None:
-    """Cut a cache of rows. A rotating one can't be cut across two appends, so the newer one is undone first."""
+    """Cut a cache of rows. One that drops old rows can't be cut across two appends: the newer is undone first."""
     if type(cache) is CacheList:
         for member, inner in zip(cache.caches, state, strict=True):
             _go_back(member, newest, inner, fed, length)
-    elif type(cache) is RotatingKVCache and length <= newest.start < fed:
+    elif type(cache) in (RotatingKVCache, ChunkedKVCache) and length <= newest.start < fed:
         restore(cache, state, 0)
-        CUT[RotatingKVCache](cache, newest.start - length)
+        CUT[type(cache)](cache, newest.start - length)
     else:
         CUT[type(cache)](cache, fed - length)
 
