@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .errors import DFlashError, DraftError, TargetError
     from .generation import GenerationResponse, generate, generate_step, stream_generate
     from .loading import load, load_draft
+    from .prompt_cache import PromptCache, load_prompt_cache, save_prompt_cache
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,9 @@ _HOME = {
     "stream_generate": "generation",
     "load": "loading",
     "load_draft": "loading",
+    "PromptCache": "prompt_cache",
+    "load_prompt_cache": "prompt_cache",
+    "save_prompt_cache": "prompt_cache",
 }
 
 __all__ = [
@@ -42,6 +46,7 @@ __all__ = [
     "Drafter",
     "GenerationResponse",
     "GenerationStats",
+    "PromptCache",
     "Proposal",
     "TargetError",
     "convert_draft",
@@ -50,6 +55,8 @@ __all__ = [
     "inspect_draft",
     "load",
     "load_draft",
+    "load_prompt_cache",
+    "save_prompt_cache",
     "stream_generate",
 ]
 

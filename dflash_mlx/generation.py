@@ -7,14 +7,15 @@ what is added is `draft_model`, `block_size`, `temp`, `seed` and the statistics.
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache, wired_limit
@@ -22,12 +23,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .decode.block_size import FixedBlockSize
 from .decode.drafter import Drafter, as_drafter
+from .decode.filters import Filters
 from .decode.loop import Token, decode
-from .decode.round import Session
+from .decode.round import Session, align, cached_tokens
 from .decode.sampling import LogitsProcessor, Sampler, TokenPicker
 from .decode.stats import GenerationStats
+from .decode.stop import StopStrings
 from .decode.text import TextStream
+from .draft import DFlashDraftModel
 from .errors import DraftError
+from .fit import TargetFacts, check_fit
 from .target import Target
 
 
@@ -55,8 +60,9 @@ def generate_step(
     Raises:
         TargetError, DraftError: the pair can't be run. ValueError: an option is out of range.
     """
-    for token in _tokens(prompt, model, draft_model, GenerationStats(), **options):
-        yield token.id, token.logprobs, token.from_draft
+    with closing(_tokens(prompt, model, draft_model, GenerationStats(), **options)) as tokens:
+        for token in tokens:
+            yield token.id, token.logprobs, token.from_draft
 
 
 def _tokens(
@@ -69,6 +75,14 @@ def _tokens(
     max_tokens: int = 256,
     temp: float = 0.0,
     seed: int | None = None,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] = (),
+    acceptance: str = "match",
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     block_size: int | None = None,
@@ -79,6 +93,8 @@ def _tokens(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
+    input_embeddings: None = None,
+    num_draft_tokens: int | None = None,
     stream: Any = generation_stream,
     profile: bool = False,
 ) -> Generator[Token, None, None]:
@@ -87,22 +103,32 @@ def _tokens(
     Args:
         end_tokens: ids that end the text.
         max_tokens: at most so many tokens, the end token included; -1 for no limit.
-        temp, seed: see `TokenPicker`; a `sampler` replaces them.
+        temp, seed: see `TokenPicker`; top_p to xtc_special_tokens: see `Filters`; a `sampler` replaces them all.
+        acceptance: "match" (the text does not depend on the draft) or "rejection" (see `decode/acceptance.py`).
         block_size: slots of a block, anchor included; None takes the draft's own, 1 decodes plainly.
+        num_draft_tokens: mlx-lm's name for block_size - 1.
         prompt_cache: the target's cache entries, then (optionally) the draft's; updated in place and left at
             exactly prompt + emitted tokens. The other arguments are mlx-lm's.
         profile: measure host, draft and verify apart (costs a second sync a round).
     """
-    prompt = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt), mx.int32)
-    if prompt.ndim != 1 or prompt.shape[0] == 0:
-        raise ValueError(f"the prompt has shape {list(prompt.shape)}, expected at least one token in one row")
-    if prefill_step_size < 1:
+    prompt = as_ids(prompt)
+    if not isinstance(prefill_step_size, int) or prefill_step_size < 1:
         raise ValueError(f"prefill_step_size is {prefill_step_size}, expected 1 or more")
-    if max_tokens == 0 or max_tokens < -1:
+    if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens}, expected 1 or more, or -1 for no limit")
-    picker = TokenPicker(temp, seed, sampler, tuple(logits_processors or ()))
+    if input_embeddings is not None:
+        raise ValueError("input_embeddings are not supported: a draft needs the tokens")
+    if acceptance not in ("match", "rejection"):
+        raise ValueError(f"acceptance is {acceptance!r}, expected 'match' or 'rejection'")
+    if acceptance == "rejection" and sampler is not None:
+        raise ValueError("acceptance 'rejection' needs the distributions; give temp, top_p, ... instead of a sampler")
+    filters = Filters(top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens)
+    picker = TokenPicker(temp, seed, filters, acceptance == "rejection", sampler, tuple(logits_processors or ()))
     target = Target(model)
+    target.check_ids(prompt)
     drafter = None if draft_model is None else as_drafter(draft_model)
+    if num_draft_tokens is not None and block_size is None and drafter is not None:
+        block_size = min(num_draft_tokens + 1, drafter.block_size)
     width = _block_size(drafter, block_size, stats)
     if width == 1:
         drafter = None
@@ -110,23 +136,25 @@ def _tokens(
     if drafter is not None:
         target.require_rewindable(target_cache)
         target.check_taps(drafter.target_layer_ids)
-    quantize = functools.partial(
-        maybe_quantize_kv_cache,
-        quantized_kv_start=quantized_kv_start,
-        kv_group_size=kv_group_size,
-        kv_bits=kv_bits,
-    )
+        if isinstance(draft_model, DFlashDraftModel):
+            check_fit(draft_model.config, TargetFacts.from_model(target), "draft_model")
+
+    def quantize(caches: list[Any]) -> None:
+        maybe_quantize_kv_cache(caches, quantized_kv_start, kv_group_size, kv_bits)
+        if prompt_cache is not None:
+            prompt_cache[: len(caches)] = caches  # it replaces entries, and the caller's list is another one
+
     session = Session(
         target, drafter, picker, target_cache, draft_cache, stats, stream=stream, quantize=quantize, profile=profile
     )
     progress = prompt_progress_callback or (lambda done, total: None)
     session.prefill(prompt, prefill_step_size, progress)
-    for i, token in enumerate(
-        decode(session, FixedBlockSize(width), max_tokens, end_tokens, quantized_kv_start if kv_bits else None)
-    ):
-        if i == 0:
-            progress(prompt.shape[0], prompt.shape[0])
-        yield token
+    room = quantized_kv_start if kv_bits else None
+    with closing(decode(session, FixedBlockSize(width), max_tokens, end_tokens, room)) as tokens:
+        for i, token in enumerate(tokens):
+            if i == 0:
+                progress(prompt.shape[0], prompt.shape[0])
+            yield token
 
 
 def stream_generate(
@@ -136,6 +164,7 @@ def stream_generate(
     max_tokens: int = 256,
     draft_model: Any = None,
     *,
+    stop: Sequence[str] = (),
     stats: GenerationStats | None = None,
     **options: Any,
 ) -> Generator[GenerationResponse, None, None]:
@@ -148,6 +177,7 @@ def stream_generate(
             `prefill_step_size`, `kv_bits`, ... as in mlx-lm.
         tokenizer: mlx-lm's wrapper or transformers' tokenizer; its `eos_token_ids` end the text.
         prompt: text, or token ids.
+        stop: strings that end the text; neither they nor what follows is shown.
         stats: filled as it goes, for a caller that may stop early; the last response carries it anyway.
 
     Raises:
@@ -158,7 +188,7 @@ def stream_generate(
     ids = encode(tokenizer, prompt)
     stats = GenerationStats() if stats is None else stats
     stats.prompt_tokens = ids.shape[0]
-    text = TextStream(tokenizer)
+    text, stopping = TextStream(tokenizer), StopStrings(stop)
     end_tokens = tokenizer.eos_token_ids
     tokens = _tokens(ids, model, draft_model, stats, max_tokens=max_tokens, end_tokens=end_tokens, **options)
     start = time.perf_counter()
@@ -171,12 +201,16 @@ def stream_generate(
                     stats.prefill_seconds, start = now - start, now
                 stats.generation_seconds = now - start
                 stats.peak_memory = mx.get_peak_memory() / 1e9
-                stopped = token.id in end_tokens
-                last = stopped or stats.generation_tokens == max_tokens
+                ended = token.id in end_tokens
+                last = ended or stats.generation_tokens == max_tokens
+                shown = stopping.add(("" if ended else text.add(token.id)) + (text.finish() if last else ""))
+                stopped = stopping.found is not None
+                last = last or stopped
                 if last:
+                    shown += stopping.finish()
                     tokens.close()  # the caches are settled before the caller sees the end
                 yield GenerationResponse(
-                    text=("" if stopped else text.add(token.id)) + (text.finish() if last else ""),
+                    text=shown,
                     token=token.id,
                     logprobs=token.logprobs,
                     from_draft=token.from_draft,
@@ -185,7 +219,7 @@ def stream_generate(
                     generation_tokens=stats.generation_tokens,
                     generation_tps=stats.generation_tps,
                     peak_memory=stats.peak_memory,
-                    finish_reason=("stop" if stopped else "length") if last else None,
+                    finish_reason=("stop" if ended or stopped else "length") if last else None,
                     stats=stats if last else None,
                 )
                 if last:
@@ -198,7 +232,6 @@ def generate(
     model: nn.Module,
     tokenizer: Any,
     prompt: str | mx.array | Sequence[int],
-    *,
     verbose: bool = False,
     **options: Any,
 ) -> str:
@@ -220,19 +253,38 @@ def generate(
 
 def encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array:
     """Token ids `[n]` of a prompt; special tokens are added unless the text already starts with the first."""
-    if isinstance(prompt, mx.array):
-        return prompt
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
         prompt = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
-    return mx.array(list(prompt), mx.int32)
+    return as_ids(prompt)
+
+
+def as_ids(prompt: Any) -> mx.array:
+    """Token ids `[n]` from an array or a sequence of whole numbers.
+
+    Raises `ValueError` when there are none, or they are no row of whole numbers.
+    """
+    if not isinstance(prompt, mx.array):
+        row = np.asarray(prompt)
+        if row.size and row.dtype.kind not in "iu":
+            raise ValueError(f"the prompt holds {row.dtype} values, expected token ids")
+        prompt = mx.array(row.astype(np.int64))
+    if prompt.ndim != 1 or prompt.shape[0] == 0:
+        raise ValueError(f"the prompt has shape {list(prompt.shape)}, expected at least one token in one row")
+    if not mx.issubdtype(prompt.dtype, mx.integer):
+        raise ValueError(f"the prompt holds {prompt.dtype} values, expected token ids")
+    if prompt.min().item() < 0 or prompt.max().item() >= 2**31:
+        raise ValueError("the prompt holds a number that is no token id")
+    return prompt.astype(mx.int32)
 
 
 def _block_size(drafter: Drafter | None, asked: int | None, stats: GenerationStats) -> int:
     if drafter is None:
+        if asked not in (None, 1):
+            raise ValueError(f"block_size is {asked}, but there is no draft")
         stats.draft_off_reason = "no draft was given"
         return 1
-    if asked is not None and not 1 <= asked <= drafter.block_size:
+    if asked is not None and not (isinstance(asked, int) and 1 <= asked <= drafter.block_size):
         raise ValueError(
             f"block_size is {asked}, this draft was trained for blocks of 2 to {drafter.block_size} (1: plain)"
         )
@@ -252,7 +304,7 @@ def _caches(
     target_cache, draft_cache = given[: len(fresh)], given[len(fresh) :]
     if len(target_cache) < len(fresh):
         raise ValueError(f"prompt_cache has {len(given)} entries, the target needs {len(fresh)}")
-    length = getattr(target_cache[0], "offset", 0)
+    length = cached_tokens(target_cache)
     if drafter is None:
         return target_cache, []
     if not draft_cache:
@@ -261,6 +313,5 @@ def _caches(
     expected = len(drafter.make_cache())
     if len(draft_cache) != expected:
         raise DraftError(f"prompt_cache has {len(draft_cache)} draft entries, this draft needs {expected}")
-    if draft_cache and draft_cache[0].offset != length:
-        raise DraftError(f"prompt_cache holds {length} tokens of the target but {draft_cache[0].offset} of the draft")
+    align(draft_cache, length)  # it may be behind, e.g. when a turn was decoded without it
     return target_cache, draft_cache

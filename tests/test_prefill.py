@@ -33,14 +33,14 @@ def test_draft_context_is_the_whole_prompt_and_does_not_depend_on_the_chunk(leng
     prompt = [(5 * i + 1) % 250 for i in range(length)]
     chunked, whole = (session_after_prefill(model, draft, prompt, step) for step in (16, 4096))
     for session in (chunked, whole):
-        rows = session.draft_cache[0].rows + sum(part.shape[1] for part in session.pending)
+        rows = session.draft_cache[0].rows + sum(count for _, count in session.pending)
         assert rows == length
     for a, b in zip(chunked.draft_cache, whole.draft_cache, strict=True):
         if length > 1:
             assert mx.array_equal(a.keys[..., : a.rows, :], b.keys[..., : b.rows, :])
     block = mx.array([[9] + [255] * 7])
     logits = [
-        draft.logits(block, s.pending[0], s.draft_cache, embed=s.target.embed, head=s.target.head)
+        draft.logits(block, s.pending[0][0], s.draft_cache, embed=s.target.embed, head=s.target.head)
         for s in (chunked, whole)
     ]
     assert mx.array_equal(*logits)

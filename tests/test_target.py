@@ -154,13 +154,20 @@ def test_the_mask_token_is_an_ordinary_token_when_the_target_emits_it(mask):
 
 
 def test_families_that_can_not_be_rewound_are_refused_by_name():
-    from mlx_lm.models import gpt_oss
+    model = make_target()
 
-    args = gpt_oss.ModelArgs(
-        num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2, vocab_size=256, hidden_size=64,
-        intermediate_size=64, head_dim=16, num_attention_heads=4, num_key_value_heads=2, sliding_window=24,
-    )  # fmt: skip
-    model = gpt_oss.Model(args)
-    with pytest.raises(TargetError, match=r"gpt_oss.*RotatingKVCache"):
+    class Odd:
+        offset = 0
+
+    model.make_cache = lambda: [Odd() for _ in model.layers]
+    with pytest.raises(TargetError, match=r"qwen3.*Odd"):
         next(generate_step([1, 2], model, make_draft()))
-    assert len(list(generate_step([1, 2], model, max_tokens=3))) == 3, "without a draft it runs"
+
+
+def test_recurrent_state_that_no_layer_is_given_is_refused():
+    from mlx_lm.models.cache import ArraysCache, KVCache
+
+    model = make_target()
+    model.make_cache = lambda: [*(KVCache() for _ in model.layers), ArraysCache(1)]
+    with pytest.raises(TargetError, match=r"qwen3.*recurrent cache 4"):
+        Target(model).require_rewindable(model.make_cache())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from pathlib import Path
@@ -37,13 +38,47 @@ def target_config(family: str, layers: int = 4, vocab: int = VOCAB, hidden: int 
     }  # fmt: skip
 
 
+# Families whose caches are more than rows of keys and values, by mlx-lm module.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "model_type": "qwen3_5",
+        "text_config": {
+            "model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6,
+            "vocab_size": 256, "rope_theta": 10000.0, "max_position_embeddings": 4096, "full_attention_interval": 4,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "tie_word_embeddings": False,
+            "partial_rotary_factor": 0.5, "num_experts": 0, "num_experts_per_tok": 0,
+        },
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "sliding_window": 24,
+    },
+    "llama": {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "vocab_size": 256,
+        "rope_theta": 10000.0, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def make_hybrid(module: str, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
+    """A random target of one of `HYBRIDS`."""
+    source = importlib.import_module(f"mlx_lm.models.{module}")
+    mx.random.seed(seed)
+    return randomised(source.Model(source.ModelArgs.from_dict(copy.deepcopy(HYBRIDS[module]))), dtype)
+
+
 def make_target(family: str = "qwen3", dtype: mx.Dtype = mx.float32, seed: int = 0, **sizes: int) -> nn.Module:
     """A random target with logits that differ enough to have a clear best token."""
     config = target_config(family, **sizes)
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
-    return _randomised(model, dtype)
+    return randomised(model, dtype)
 
 
 def draft_config(**changes: Any) -> dict[str, Any]:
@@ -62,7 +97,7 @@ def draft_config(**changes: Any) -> dict[str, Any]:
 def make_draft(dtype: mx.Dtype = mx.float32, seed: int = 1, **changes: Any) -> DFlashDraftModel:
     """A random draft."""
     mx.random.seed(seed)
-    return _randomised(DFlashDraftModel(DraftConfig.from_dict(draft_config(**changes))), dtype)
+    return randomised(DFlashDraftModel(DraftConfig.from_dict(draft_config(**changes))), dtype)
 
 
 def save_draft(folder: Path, draft: DFlashDraftModel, config: dict[str, Any] | None = None) -> Path:
@@ -81,7 +116,7 @@ def save_target(folder: Path, model: nn.Module, config: dict[str, Any]) -> Path:
     return folder
 
 
-def _randomised(model: Any, dtype: mx.Dtype) -> Any:
+def randomised(model: Any, dtype: mx.Dtype) -> Any:
     """Weights of a size at which every layer matters; norms near one."""
     weights = []
     for name, array in tree_flatten(model.parameters()):

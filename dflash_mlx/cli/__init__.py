@@ -20,7 +20,9 @@ from ..errors import DFlashError
 # command -> what it does; the module of the same name has add_arguments(parser) and run(args) -> exit code
 COMMANDS = {
     "generate": "generate text, with a DFlash draft where there is one",
+    "chat": "talk in the terminal; each turn feeds only what is new",
     "convert": "convert a draft to MLX, quantise it, write it back, or inspect it",
+    "models": "list published pairs, or the mlx-lm families that a draft can drive",
     "benchmark": "measure DFlash against plain mlx-lm on this machine",
 }
 

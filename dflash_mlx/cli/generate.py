@@ -8,7 +8,13 @@ import secrets
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .options import add_generation_arguments, add_pair_arguments, add_prompt_arguments
+from .options import (
+    add_generation_arguments,
+    add_pair_arguments,
+    add_prompt_arguments,
+    logits_processors,
+    sampling_options,
+)
 from .progress import progress_bar, status
 
 if TYPE_CHECKING:
@@ -27,13 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..errors import DFlashError
     from .prompt import read_prompt, render
 
     text = read_prompt(args.prompt)
+    if args.check and args.acceptance == "rejection" and args.temp > 0:
+        raise DFlashError("--check compares texts; with --acceptance rejection the text depends on the draft")
     if args.temp > 0 and args.seed is None:
         args.seed = secrets.randbits(32)
         print(f"seed {args.seed}", file=sys.stderr)
     plan, model, draft, tokenizer = load_pair(args)
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
     ids = render(tokenizer, text, args)
     if args.verbose:
         print(f"prompt ({ids.shape[0]} tokens): {tokenizer.decode(ids.tolist())!r}", file=sys.stderr)
@@ -87,6 +98,10 @@ def _stream(
             draft,
             temp=args.temp,
             seed=args.seed,
+            **sampling_options(args),
+            acceptance=args.acceptance,
+            logits_processors=logits_processors(args),
+            stop=args.stop,
             block_size=args.block_size if draft is not None else None,
             prefill_step_size=args.prefill_step_size,
             prompt_progress_callback=progress,
@@ -126,10 +141,13 @@ def _check(args: argparse.Namespace, model: Any, tokenizer: Any, ids: Any, token
             model,
             ids,
             tokens,
+            max_tokens=None if args.stop else args.max_tokens,
             end_tokens=tokenizer.eos_token_ids,
             temp=args.temp,
             seed=args.seed,
+            sampling=sampling_options(args),
             prefill_step_size=args.prefill_step_size,
+            logits_processors=logits_processors(args),
             **cache_options(args),
         )
 

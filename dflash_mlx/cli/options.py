@@ -33,6 +33,44 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def within(low: float, high: float) -> Any:
+    """An argparse type: a number from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        value = at_least(low, float)(text)
+        if value > high:
+            raise argparse.ArgumentTypeError(f"{text} is out of range, {high:g} is the most")
+        return value
+
+    return parse
+
+
+def logit_bias(text: str) -> dict[int, float]:
+    """An argparse type: a JSON object from token id to what is added to its logit."""
+    try:
+        return {int(token): float(bias) for token, bias in json_object(text).items()}
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError("expected numbers by token id, e.g. '{\"42\": -100}'") from None
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling flags as the arguments of `stream_generate`; the special tokens of XTC are the caller's."""
+    names = ("top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
+    return {name: getattr(args, name) for name in names}
+
+
+def logits_processors(args: argparse.Namespace) -> list[Any]:
+    """The penalty flags as mlx-lm's own processors."""
+    from mlx_lm.sample_utils import make_logits_processors
+
+    return make_logits_processors(
+        args.logit_bias,
+        args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+    )
+
+
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     """Which target and which draft."""
     group = parser.add_argument_group("models")
@@ -55,6 +93,21 @@ def add_generation_arguments(parser: argparse.ArgumentParser, max_tokens: int = 
     group.add_argument("--max-tokens", "-m", type=at_least(1), default=max_tokens, help="default: %(default)s")
     group.add_argument("--temp", type=at_least(0.0, float), default=0.0, help="temperature, 0 is greedy (default)")
     group.add_argument("--seed", type=at_least(0), help="noise of a sampled run; random when not given")
+    group.add_argument("--top-p", type=within(0, 1), default=0.0, help="nucleus sampling, 0 is off (default)")
+    group.add_argument("--min-p", type=within(0, 1), default=0.0, help="least share of the best token's probability")
+    group.add_argument("--min-tokens-to-keep", type=at_least(1), default=1, help="that min-p never drops")
+    group.add_argument("--top-k", type=at_least(0), default=0, help="sample from so many tokens, 0 is off (default)")
+    group.add_argument("--xtc-probability", type=within(0, 1), default=0.0, help="how often XTC acts")
+    group.add_argument("--xtc-threshold", type=within(0, 0.5), default=0.1, help="default: %(default)s")
+    group.add_argument("--repetition-penalty", type=at_least(0.0, float), help="divides logits of recent tokens")
+    group.add_argument("--presence-penalty", type=float, help="subtracted once from logits of recent tokens")
+    group.add_argument("--frequency-penalty", type=float, help="subtracted for each time a token came up")
+    group.add_argument("--logit-bias", type=logit_bias, metavar="JSON", help="added to logits, e.g. '{\"42\": -100}'")
+    group.add_argument("--stop", action="append", default=[], help="a string that ends the text; may be repeated")
+    group.add_argument("--extra-eos-token", nargs="+", default=(), help="further end tokens, as text or ids")
+    group.add_argument(
+        "--acceptance", choices=["match", "rejection"], default="match", help="how draft tokens are kept when sampling"
+    )
     group.add_argument(
         "--block-size", type=at_least(1), help="tokens of a block; default: the draft's own, 1 decodes plainly"
     )

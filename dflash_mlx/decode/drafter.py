@@ -8,24 +8,17 @@ own pick and are dropped from the first that does not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from ..draft import DFlashDraftModel
 from ..target import Target
+from .sampling import Noise, TokenPicker
 
 # Share of the target's sampling noise that the draft adds to its own logits (docs/experiments.md).
 DRAFT_NOISE = 1.0
-
-
-@dataclass(frozen=True)
-class Noise:
-    """The target's sampling noise for the tokens of a block: `gumbel` `[width - 1, V]` float32, temperature."""
-
-    gumbel: mx.array
-    temp: float
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,7 @@ class DraftRequest:
             `[1, S, ...]`, or None.
         cache: the drafter's own cache.
         target: gives `embed` and `head`.
-        noise: None when the target decodes greedily.
+        picker: how the target picks; noise: what to pick the proposals with, None for the argmax.
     """
 
     anchor: mx.array
@@ -49,15 +42,24 @@ class DraftRequest:
     context: mx.array | None
     cache: list[Any]
     target: Target
+    picker: TokenPicker = field(default_factory=TokenPicker)
     noise: Noise | None = None
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Proposed tokens `[width - 1]`, and whether they rest on finite numbers (scalar bool, None: surely)."""
+    """What was proposed.
+
+    Attributes:
+        tokens: `[width - 1]`.
+        finite: whether they rest on finite numbers (scalar bool), None: surely.
+        scores: `[width - 1, V]` whose softmax the tokens were drawn from, None if they were not drawn. Only the
+            rejection rule looks at it.
+    """
 
     tokens: mx.array
     finite: mx.array | None = None
+    scores: mx.array | None = None
 
 
 @runtime_checkable
@@ -115,9 +117,11 @@ class DFlashDrafter:
         block = mx.concatenate([request.anchor, masks])[None]
         hidden = self.draft.hidden(block, context, request.cache, request.target.embed)
         logits = self.draft.compute_logits(hidden, request.target.head)[0]  # [width - 1, V]
-        if request.noise is not None:
-            logits = logits.astype(mx.float32) / request.noise.temp + DRAFT_NOISE * request.noise.gumbel
-        return Proposal(mx.argmax(logits, axis=-1), mx.isfinite(hidden).all())
+        finite = mx.isfinite(hidden).all()
+        if request.noise is None:
+            return Proposal(mx.argmax(logits, axis=-1), finite)
+        scores = request.picker.scores(logits, request.noise.coin)
+        return Proposal(mx.argmax(scores + DRAFT_NOISE * request.noise.gumbel, axis=-1), finite, scores)
 
 
 def as_drafter(draft_model: Any) -> Drafter:

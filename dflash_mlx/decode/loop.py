@@ -49,20 +49,24 @@ def decode(
                     ahead = session.dispatch(PLAIN, anchor=flight.picks)
             done = session.settle(flight)
             tokens, ended = _cut(done.tokens, limit - emitted, end_tokens)
-            if emitted:
-                session.stats.record(done.width, done.accepted, len(tokens))
             flight = ahead
             left = limit - emitted - len(tokens)
             if flight is None and not ended and left:
                 flight = session.dispatch(_widths(session, block_size, left, room))
-            for i, token in enumerate(tokens):
-                emitted += 1
-                yield Token(token, done.logprobs[i], i < done.accepted)
+            before = emitted
+            try:
+                for i, token in enumerate(tokens):
+                    emitted += 1
+                    yield Token(token, done.logprobs[i], i < done.accepted)
+            finally:
+                if before:  # the first token is the prefill's
+                    session.stats.record(done.width, done.accepted, emitted - before)
             if ended or not left:
                 break
             if emitted % CLEAR_EVERY < len(tokens):
                 mx.clear_cache()
-    except GeneratorExit:
+    except BaseException:  # closed, or interrupted anywhere in a round
+        session.drop_unfinished()
         session.finish(base + emitted, flight)
         raise
     session.finish(base + emitted, flight)

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx_lm.models.cache import CacheList
 
 from ..target import Target
-from .acceptance import count_accepted
+from .acceptance import count_accepted, reject
 from .block_size import Widths
-from .drafter import Drafter, DraftRequest, Noise, Proposal
-from .sampling import TokenPicker
+from .drafter import Drafter, DraftRequest, Proposal
+from .sampling import Noise, TokenPicker
 from .stats import GenerationStats
 
 
@@ -29,7 +30,7 @@ class Flight:
     """A round on its way: what the device will answer (`packed`), and what belongs to its rows."""
 
     width: int
-    packed: mx.array  # [2 + width] int32: accepted, draft finite, picks
+    packed: mx.array  # of a block [2 + width] int32: accepted, draft finite, picks; of a plain round the pick
     picks: mx.array  # [width]
     logprobs: mx.array  # [width, V]
     context: mx.array | None  # [1, width, ...] context rows of the block, for the draft
@@ -42,7 +43,7 @@ class Round:
     width: int
     accepted: int
     tokens: list[int]
-    logprobs: mx.array  # [width, V]; row i belongs to tokens[i]
+    logprobs: mx.array  # [accepted + 1, V]; row i belongs to tokens[i]
 
 
 def sync(array: mx.array) -> list[int]:
@@ -51,8 +52,26 @@ def sync(array: mx.array) -> list[int]:
 
 
 def cached_tokens(caches: Sequence[Any]) -> int:
-    """Tokens that a target's cache holds; recurrent entries do not say, so the first that does is asked."""
-    return next((cache.offset for cache in caches if isinstance(getattr(cache, "offset", None), int)), 0)
+    """Tokens that a target's cache holds; recurrent entries do not say, and some models leave an entry unused."""
+    offsets = [getattr(cache, "offset", None) for cache in _flat(caches)]
+    return max((offset for offset in offsets if isinstance(offset, int)), default=0)
+
+
+def _flat(caches: Sequence[Any]) -> Iterator[Any]:
+    for cache in caches:
+        yield from _flat(cache.caches) if isinstance(cache, CacheList) else (cache,)
+
+
+def align(draft_cache: Sequence[Any], length: int) -> None:
+    """Bring a draft's caches to `length` tokens: surplus is cut, rows that are missing are passed over.
+
+    Behind a gap the draft sees less than it could and proposes worse for a while; positions stay absolute.
+    """
+    for cache in draft_cache:
+        if cache.offset > length:
+            cache.trim(cache.offset - length)
+        elif cache.offset < length:
+            cache.skip(length - cache.offset)
 
 
 class Session:
@@ -83,10 +102,14 @@ class Session:
         self.stream, self.quantize, self.profile = stream, quantize, profile
         self.taps: Sequence[int] = drafter.target_layer_ids if drafter else ()
         self.fed = cached_tokens(target_cache)
+        self.rewinder = target.rewinder(target_cache)
         self.vocab = 0  # width of the logits, known after the first round
         self.tokens: list[int] = []  # fed in this call or emitted, anchor last
         self.anchor = mx.array([], mx.int32)
-        self.pending: list[mx.array] = []  # context rows behind those in the draft's cache, in order
+        # Context rows behind those in the draft's cache, in order, and how many of each count. Cut where they are
+        # used: a lazy slice belongs to the thread that made it, and a generator may be finished in another.
+        self.pending: list[tuple[mx.array, int]] = []
+        self.changing = False  # a forward or a rewind has begun and may have reached only some of the caches
         if profile:
             stats.draft_seconds = stats.verify_seconds = stats.host_seconds = 0.0
 
@@ -97,65 +120,91 @@ class Session:
         start = time.perf_counter()
         anchor = self.anchor if anchor is None else anchor
         with mx.stream(self.stream):
-            block, finite, gumbel = anchor, None, None
+            block, proposal = anchor, None
             if widths.verify > 1:
-                gumbel = self._gumbel(max(widths.verify, widths.draft - 1), self.vocab)
-                proposal = self._draft(anchor, widths.draft, gumbel)
-                block, finite = mx.concatenate([anchor, proposal.tokens[: widths.verify - 1]]), proposal.finite
+                proposal = self._draft(anchor, widths.draft)
+                block = mx.concatenate([anchor, self._valid(proposal)[: widths.verify - 1]])
                 start = self._launch("draft_seconds", start, block)
-            before = self.tokens[:-1] if anchor is self.anchor else self.tokens
-            flight = self._verify(block, finite, gumbel, before)
+            flight = self._verify(block, proposal, ahead=anchor is not self.anchor)
             self._launch("verify_seconds", start, flight.packed, *([] if flight.context is None else [flight.context]))
         return flight
 
     def settle(self, flight: Flight) -> Round:
         """Wait for a round, cut the target's cache back to what was kept, and move the anchor."""
-        accepted, finite, *picks = sync(flight.packed)
+        accepted, finite, *picks = sync(flight.packed) if flight.width > 1 else (0, 1, *sync(flight.packed))
         tokens = picks[: accepted + 1]
         rejected = flight.width - len(tokens)
+        logprobs = flight.logprobs
         with mx.stream(self.stream):
-            self.target.rewind(self.target_cache, rejected)
-            if flight.context is not None:
-                self.pending.append(flight.context[:, : len(tokens)])
-            self.anchor = flight.picks[accepted : accepted + 1]
-        self.fed -= rejected
+            self.changing = True
+            self.rewinder.rewind(self.fed, self.fed - rejected)
+            self.fed -= rejected
+            self.changing = False
+            if rejected:
+                # Rows of their own, or a caller that keeps one keeps the whole block of log-probabilities.
+                logprobs = mx.take(logprobs, mx.arange(len(tokens)), axis=0)
+                mx.async_eval(logprobs)
+        if flight.context is not None:
+            self.pending.append((flight.context, len(tokens)))
         self.tokens += tokens
+        self.anchor = mx.array(tokens[-1:], mx.int32)
         if not finite:
             dtype = str(getattr(self.drafter, "dtype", "unknown dtype")).removeprefix("mlx.core.")
             self.switch_off(f"it computed NaN or infinite values in {dtype}")
-        return Round(flight.width, accepted, tokens, flight.logprobs)
+        return Round(flight.width, accepted, tokens, logprobs)
 
-    def _draft(self, anchor: mx.array, width: int, gumbel: mx.array | None) -> Proposal:
+    def _draft(self, anchor: mx.array, width: int) -> Proposal:
         assert self.drafter is not None
-        noise = None if gumbel is None else Noise(gumbel[: width - 1], self.picker.temp)
+        # By match the draft picks with the target's own noise, by rejection it must not know it.
+        purpose = "draft" if self.picker.rejection else "pick"
+        noise = self.picker.noise(self.fed + 1, width - 1, self.vocab, purpose)
         context = self._take_pending()
         return self.drafter.propose(
-            DraftRequest(anchor, width, self.tokens, context, self.draft_cache, self.target, noise)
+            DraftRequest(anchor, width, self.tokens, context, self.draft_cache, self.target, self.picker, noise)
         )
 
-    def _verify(
-        self, block: mx.array, finite: mx.array | None, gumbel: mx.array | None, before: Sequence[int]
-    ) -> Flight:
+    def _valid(self, proposal: Proposal) -> mx.array:
+        """The proposed tokens `[width - 1]`; an id outside the vocabulary can't be embedded and becomes 0."""
+        tokens = getattr(proposal, "tokens", None)
+        if not isinstance(tokens, mx.array) or tokens.ndim != 1 or not mx.issubdtype(tokens.dtype, mx.integer):
+            raise TypeError(
+                f"{type(self.drafter).__name__}.propose must return a Proposal whose tokens are integers [width - 1]"
+            )
+        return mx.where((tokens >= 0) & (tokens < self.vocab), tokens, 0).astype(mx.int32)
+
+    def _verify(self, block: mx.array, proposal: Proposal | None, ahead: bool) -> Flight:
         width, first = block.shape[0], self.fed
-        logits, taps = self.target.forward(block[None], self.target_cache, self.taps)
+        mark = self.rewinder.mark(first, width) if self.drafter else None  # plain rounds are never undone
+        self.changing = True
+        logits, taps = self.target.forward(
+            block[None], self.target_cache, self.taps, self.rewinder.watch(mark) if mark else None
+        )
         self.fed += width
+        self.changing = False
         self.quantize(self.target_cache)
         self.vocab = logits.shape[-1]
-        if gumbel is None:
-            gumbel = self._gumbel(width, self.vocab, first)
-        picks, logprobs = self.picker.pick(logits[0], None if gumbel is None else gumbel[:width], before, block)
-        accepted = count_accepted(block[1:], picks)[None]
-        finite = mx.array([1]) if finite is None else finite[None]
-        packed = mx.concatenate([accepted, finite.astype(mx.int32), picks.astype(mx.int32)])
+        noise = self.picker.noise(first + 1, width, self.vocab)
+        if self.picker.logits_processors:
+            before = self.tokens if ahead else self.tokens[:-1]
+            logits = self.picker.processed(logits[0], before, block)[None]
+        picks, logprobs = self.picker.pick(logits[0], noise)
+        packed = picks
+        if proposal is not None:
+            accepted = count_accepted(block[1:], picks)
+            if self.picker.rejection and noise is not None:
+                accepted, picks = self._reject(block[1:], proposal, logits[0], noise, first)
+            finite = mx.array(True) if proposal.finite is None else proposal.finite
+            packed = mx.concatenate([x.reshape(-1).astype(mx.int32) for x in (accepted, finite, picks)])
         context = self.drafter.context(taps) if self.drafter and taps is not None else None
         return Flight(width, packed, picks, logprobs, context)
 
-    def _gumbel(self, rows: int, vocab: int, first: int | None = None) -> mx.array | None:
-        """Noise for the picks that follow block rows at positions `first` (default: the next) and on."""
-        if not self.picker.seeded:
-            return None
-        first = self.fed if first is None else first
-        return self.picker.gumbel(range(first + 1, first + 1 + rows), vocab)
+    def _reject(
+        self, proposed: mx.array, proposal: Proposal, logits: mx.array, noise: Noise, first: int
+    ) -> tuple[mx.array, mx.array]:
+        rows = proposed.shape[0]
+        uniform = self.picker.uniform(range(first + 1, first + 1 + rows), "accept")[:, 0]
+        draft = None if proposal.scores is None else proposal.scores[:rows]
+        return reject(proposed, draft, self.picker.scores(logits, noise.coin), uniform, noise.gumbel)
 
     def _launch(self, part: str, start: float, *arrays: mx.array) -> float:
         """Queue the arrays built since `start`; when profiling, wait for them and book both times."""
@@ -198,7 +247,17 @@ class Session:
         """Go on without the draft, visibly."""
         warnings.warn(f"draft switched off: {reason}; decoding goes on without it", RuntimeWarning, stacklevel=2)
         self.stats.draft_off_reason = reason
+        for cache in self.draft_cache:
+            cache.trim(cache.offset)  # its rows may not be finite either
         self.drafter, self.taps, self.pending = None, (), []
+
+    def drop_unfinished(self) -> None:
+        """After an exception: undo a round whose forward or rewind may have reached only some of the caches."""
+        if self.changing:
+            marks = self.rewinder.marks
+            self.fed = marks[-1].start if marks else self.fed
+            self.rewinder.undo(self.fed)
+            self.changing = False
 
     def finish(self, length: int, flight: Flight | None) -> None:
         """Leave both caches at exactly `length` tokens: surplus is cut, a last token not fed yet is fed.
@@ -209,25 +268,23 @@ class Session:
         """
         with mx.stream(self.stream):
             if flight is not None and flight.context is not None:
-                self.pending.append(flight.context)
+                self.pending.append((flight.context, flight.width))
             if self.fed < length:
                 _, taps = self.target.forward(self.anchor[None], self.target_cache, self.taps)
                 self.quantize(self.target_cache)
                 self.fed += 1
                 if self.drafter and taps is not None:
-                    self.pending.append(self.drafter.context(taps))
-            self.target.rewind(self.target_cache, self.fed - length)
+                    self.pending.append((self.drafter.context(taps), 1))
+            self.rewinder.rewind(self.fed, length)
             self.fed = length
             if self.drafter and self.draft_cache:
                 missing = length - self.draft_cache[0].offset
                 context = self._take_pending()
-                if missing < 0:
-                    for cache in self.draft_cache:
-                        cache.trim(-missing)
-                elif missing and context is not None:
+                if missing > 0 and context is not None:
                     self.drafter.extend(context[:, :missing], self.draft_cache)
+                align(self.draft_cache, length)
             mx.async_eval([cache.state for cache in (*self.target_cache, *self.draft_cache)])
 
     def _take_pending(self) -> mx.array | None:
-        pending, self.pending = self.pending, []
+        pending, self.pending = [rows[:, :count] for rows, count in self.pending], []
         return mx.concatenate(pending, axis=1) if len(pending) > 1 else (pending[0] if pending else None)

@@ -1,6 +1,6 @@
 """Everything that touches an mlx-lm model: taps, head, embedding, rewind. Knows nothing of any draft."""
 
-from .rewind import rewind
+from .rewind import Rewinder
 from .target import Target
 
-__all__ = ["Target", "rewind"]
+__all__ = ["Rewinder", "Target"]

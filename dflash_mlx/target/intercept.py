@@ -2,18 +2,19 @@
 
 For the time of a `with` block the class of each named module is swapped for a subclass whose call asks a
 handler; parameters, attributes and every other instance stay untouched, and nothing stays behind. Handlers
-live in a context variable, so threads and interleaved generators that share a model do not see each
-other's. Knows nothing of language models.
+are reached through a context variable, so threads and interleaved generators that share a model do not see
+each other's; both that and the swap hold the scope of the block weakly, so that even an interrupt in the
+middle of entering or leaving can't leave a handler that acts. Knows nothing of language models.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
-from types import MappingProxyType
+from functools import cache, partial
 from typing import Any
 
 from mlx import nn
@@ -21,40 +22,77 @@ from mlx import nn
 # handler(call, *args, **kwargs): `call` is the module's own bound call
 Handler = Callable[..., Any]
 
-_NONE: Mapping[int, Handler] = MappingProxyType({})
-_handlers: ContextVar[Mapping[int, Handler]] = ContextVar("dflash_handlers", default=_NONE)
+
+class _Scope:
+    """One `with` block: its handlers by module, and the scope around it."""
+
+    def __init__(self, modules: Sequence[tuple[nn.Module, Handler]]):
+        self.outer = _current()
+        self.handlers: dict[int, tuple[Handler, ...]] = {}
+        for module, handler in modules:
+            self.handlers[id(module)] = (*self.handlers.get(id(module), ()), handler)
+
+    def route(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        if self.outer is not None:
+            call = self.outer.route(module, call)
+        for handler in self.handlers.get(id(module), ()):
+            call = partial(handler, call)
+        return call
+
+
+_scope: ContextVar[weakref.ref[_Scope] | None] = ContextVar("dflash_scope", default=None)
 _lock = threading.Lock()
-_swapped: dict[int, tuple[type, int]] = {}  # id(module) -> its own class, users
+_swapped: dict[int, tuple[type, weakref.WeakSet[_Scope]]] = {}  # id(module) -> its own class, users
+
+
+def _current() -> _Scope | None:
+    reference = _scope.get()
+    return None if reference is None else reference()
 
 
 @cache
 def _subclass(cls: type) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = lambda *a, **k: cls.__call__(self, *a, **k)  # noqa: E731
-        handler = _handlers.get().get(id(self))
-        return own(*args, **kwargs) if handler is None else handler(own, *args, **kwargs)
+        own = partial(cls.__call__, self)
+        scope = _current()
+        return own(*args, **kwargs) if scope is None else scope.route(self, own)(*args, **kwargs)
 
     return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
 
 
 @contextmanager
-def intercept(modules: list[tuple[nn.Module, Handler]]) -> Iterator[None]:
-    """Route calls of `modules` through their handlers while the block runs, in this thread's context."""
-    token = _handlers.set({**_handlers.get(), **{id(module): handler for module, handler in modules}})
-    for module, _ in modules:
-        with _lock:
-            own, users = _swapped.get(id(module), (type(module), 0))
-            _swapped[id(module)] = own, users + 1
-            if users == 0:
-                module.__class__ = _subclass(own)
+def intercept(modules: Sequence[tuple[nn.Module, Handler]]) -> Iterator[None]:
+    """Route calls of `modules` through their handlers while the block runs, in this thread's context.
+
+    A module that is named twice passes through both, the later one outermost.
+    """
+    scope = _Scope(modules)
+    outer = _scope.get()
     try:
+        for module, _ in modules:
+            _enter(module, scope)
+        _scope.set(weakref.ref(scope))
         yield
     finally:
+        scope.handlers = {}
+        _scope.set(outer)
         for module, _ in modules:
-            with _lock:
-                own, users = _swapped.pop(id(module))
-                if users > 1:
-                    _swapped[id(module)] = own, users - 1
-                else:
-                    module.__class__ = own
-        _handlers.reset(token)
+            _leave(module, scope)
+
+
+def _enter(module: nn.Module, scope: _Scope) -> None:
+    with _lock:
+        own, users = _swapped.setdefault(id(module), (type(module), weakref.WeakSet()))
+        users.add(scope)
+        module.__class__ = _subclass(own)
+
+
+def _leave(module: nn.Module, scope: _Scope) -> None:
+    with _lock:
+        if id(module) not in _swapped:
+            return  # an interrupt came before it was entered, or it is named twice
+        own, users = _swapped[id(module)]
+        users.discard(scope)
+        if not users:
+            module.__class__ = own
+            del _swapped[id(module)]

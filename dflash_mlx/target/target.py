@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, cast
 
@@ -18,25 +18,14 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import TargetError
+from .check import check, hidden
 from .intercept import Handler, intercept
-from .rewind import rewind, unsupported
+from .pinned import pinned_masks
+from .rewind import Rewinder, receivers, recurrent, unsupported
+from .structure import find_embedding, find_inner
 
 # Taps already checked on a model: the check costs one small forward, so it runs once a model.
 _checked: dict[int, tuple[weakref.ref, set[int], float]] = {}
-
-
-@dataclass
-class _Calls:
-    """What one module was called with and what it returned, call by call."""
-
-    inputs: list[mx.array] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
-
-    def __call__(self, own: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        out = own(x, *args, **kwargs)
-        self.inputs.append(x)
-        self.outputs.append(out)
-        return out
 
 
 class Target:
@@ -66,33 +55,73 @@ class Target:
         """Rows of the embedding."""
         return self.embed_tokens.weight.shape[0]
 
+    def check_ids(self, ids: mx.array) -> None:
+        """Raise `ValueError` for a token id that the model has no row for: MLX would read outside the table."""
+        vocab = getattr(getattr(self.model, "args", None), "vocab_size", None)
+        if isinstance(vocab, int) and (highest := cast(int, ids.max().item())) >= vocab:
+            raise ValueError(f"the prompt holds token id {highest}, the target's vocabulary ends at {vocab - 1}")
+
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """mlx-lm's own cache for this model."""
         return make_prompt_cache(self.model, max_kv_size)
 
     def require_rewindable(self, caches: Sequence[Any]) -> None:
-        """Raise `TargetError` naming the family unless every cache can be rewound."""
-        if kind := unsupported(caches):
-            raise TargetError(
-                f"target {self.name}: its {kind} can't be rewound yet, so no draft can drive it; "
-                "run it without one (--draft-model none)"
-            )
+        """Raise `TargetError` naming the family unless every cache can be rewound.
 
-    def forward(self, ids: mx.array, cache: list[Any], taps: Sequence[int] = ()) -> tuple[mx.array, mx.array | None]:
+        Recurrent state is rewound by running its layer again, so some layer must be given it; to see which, the
+        model builds (and never evaluates) a forward of two tokens.
+        """
+        if kind := unsupported(caches):
+            raise self.refusal(f"its {kind} can't be rewound")
+        if not any(map(recurrent, caches)):
+            return
+        fresh = self.make_cache()
+        owned: set[int] = set()
+
+        def see(own: Any, *args: Any, **kwargs: Any) -> Any:
+            owned.update(receivers(fresh, (*args, *kwargs.values())))
+            return own(*args, **kwargs)
+
+        with intercept([(layer, see) for layer in self.layers]):
+            self.model(mx.array([[0, 1]]), cache=fresh)
+        if missing := [i for i, cache in enumerate(fresh) if recurrent(cache) and i not in owned]:
+            raise self.refusal(f"no layer is given its recurrent cache {missing[0]}, so it can't be replayed")
+
+    def _refusal(self, why: str) -> TargetError:
+        return TargetError(
+            f"target {self.name}: {why}, so no draft can drive it; run it without one (--draft-model none)"
+        )
+
+    def forward(
+        self,
+        ids: mx.array,
+        cache: list[Any],
+        taps: Sequence[int] = (),
+        watch: Sequence[tuple[nn.Module, Handler]] | None = None,
+    ) -> tuple[mx.array, mx.array | None]:
         """One forward.
 
         Args:
-            ids: `[B, L]`; cache: updated in place; taps: layers whose outputs to return, order kept.
+            ids: `[B, L]`; cache: updated in place; taps: layers whose outputs to return, order kept;
+                watch: handlers of a `Rewinder`, given when a block is verified.
 
         Returns:
             Logits `[B, L, V]` and the concatenated taps `[B, L, len(taps) * Ht]` (None without taps).
         """
-        if not taps:
-            return self.model(ids, cache=cache), None
-        calls = {i: _Calls() for i in dict.fromkeys(taps)}
-        with intercept([(self.layers[i], call) for i, call in calls.items()]):
+        tapped: dict[int, mx.array] = {}
+
+        def tap(i: int) -> Handler:
+            def handler(own: Any, *args: Any, **kwargs: Any) -> Any:
+                out = own(*args, **kwargs)
+                tapped[i] = hidden(out)
+                return out
+
+            return handler
+
+        verifying = pinned_masks(cache) if watch is not None else nullcontext()
+        with intercept([*(watch or ()), *((self.layers[i], tap(i)) for i in dict.fromkeys(taps))]), verifying:
             logits = self.model(ids, cache=cache)
-        return logits, mx.concatenate([_hidden(calls[i].outputs[0]) for i in taps], axis=-1)
+        return logits, mx.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
 
     def embed(self, ids: mx.array) -> mx.array:
         """Embeddings as they enter layer 0, scale included: `[B, L]` to `[B, L, H]`."""
@@ -104,15 +133,12 @@ class Target:
         with intercept([(self.inner, lambda own, *args, **kwargs: hidden)]):
             return self.model(mx.zeros(hidden.shape[:2], mx.int32), cache=None)
 
-    def rewind(self, cache: list[Any], n: int) -> None:
-        """Drop the last `n` tokens from the cache."""
-        rewind(cache, n)
+    def rewinder(self, caches: list[Any]) -> Rewinder:
+        """What takes these caches back when part of a round is not kept."""
+        return Rewinder(caches, self.layers)
 
     def check_taps(self, taps: Sequence[int]) -> None:
-        """Prove on two dummy tokens that tap i is the output of layer i and that `embed` and `head` are right.
-
-        The output of a tapped layer must be what layer i+1 is called with, and what that layer returns when it
-        is run by hand. Checked once a model and tap.
+        """Prove that tap i is the output of layer i and that `embed` and `head` are right; once a model and tap.
 
         Raises:
             TargetError: a tap is out of range or is not what it should be.
@@ -125,33 +151,7 @@ class Target:
         self.embed_scale = scale if checked else 1.0
         if set(taps) <= checked:
             return
-        calls = {i: _Calls() for i in {0, *taps, *(i + 1 for i in taps if i + 1 < len(self.layers))}}
-        by_hand: dict[int, mx.array] = {}
-        inner = _Calls()
-
-        def watch(i: int) -> Handler:
-            def handler(own: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-                if i in taps:
-                    by_hand[i] = _hidden(own(x, *args, **kwargs))
-                return calls[i](own, x, *args, **kwargs)
-
-            return handler
-
-        ids = mx.array([[0, min(1, self.vocab_size - 1)]])
-        with intercept([(self.layers[i], watch(i)) for i in calls] + [(self.inner, inner)]):
-            logits = self.model(ids, cache=None)
-        for i in taps:
-            out = _hidden(calls[i].outputs[0])
-            if out.ndim != 3 or out.shape[-1] != self.hidden_size:
-                raise TargetError(f"target {self.name}: layer {i} returns {out.shape}, not one hidden state a token")
-            same = mx.array_equal(out, by_hand[i], equal_nan=True)
-            if i + 1 in calls:
-                same = same & mx.array_equal(out, calls[i + 1].inputs[0], equal_nan=True)
-            if not same.item():
-                raise TargetError(f"target {self.name}: the output of layer {i} is not what follows it; can't tap it")
-        if not mx.array_equal(self.head(inner.outputs[0]), logits, equal_nan=True).item():
-            raise TargetError(f"target {self.name}: its head could not be found")
-        self.embed_scale = _scale(self.embed_tokens(ids), calls[0].inputs[0], self.inner)
+        self.embed_scale = check(self, taps)
         key = id(self.model)
         _checked[key] = (
             weakref.ref(self.model, lambda _: _checked.pop(key, None)),
@@ -161,36 +161,20 @@ class Target:
 
     @cached_property
     def inner(self) -> nn.Module:
-        """The module that owns the layer list and the final norm, below any wrapper."""
-        if self.layers:
-            for _, module in self.model.named_modules():
-                if any(
-                    isinstance(value, list) and value and value[-1] is self.layers[-1]
-                    for value in module.children().values()
-                ):
-                    return module
-        raise TargetError(f"target {self.name}: no layer list found")
+        """The module that owns layers, embedding and final norm, below any wrapper."""
+        if (inner := find_inner(self.model, self.layers)) is None:
+            raise self.refusal("no layer list with an embedding beside it was found")
+        return inner
 
     @cached_property
     def embed_tokens(self) -> nn.Module:
-        """The token embedding, which sits beside the layers."""
-        for child in self.inner.children().values():
-            if isinstance(child, nn.Module) and hasattr(child, "as_linear"):
-                return child
-        raise TargetError(f"target {self.name}: no token embedding found beside its layers")
+        """The token embedding."""
+        if (embedding := find_embedding(self.model, self.inner, self.layers)) is None:
+            raise self.refusal("no token embedding was found")
+        return embedding
 
-
-def _hidden(output: Any) -> mx.array:
-    return output[0] if isinstance(output, tuple) else output
-
-
-def _scale(embedded: mx.array, entering: mx.array, inner: nn.Module) -> float:
-    """The factor between the embedding table and layer 0, 1.0 where there is none or it is no plain factor."""
-    a, b = embedded.astype(mx.float32), entering.astype(mx.float32)
-    if mx.array_equal(a, b).item():
-        return 1.0
-    factor = (a * b).sum() / (a * a).sum()
-    plain_factor = mx.abs(b - a * factor).max() <= 0.02 * mx.abs(b).max()  # false for NaN too
-    if not plain_factor.item():
-        return 1.0
-    return float(getattr(inner, "embed_scale", None) or cast(float, factor.item()))
+    def refusal(self, why: str) -> TargetError:
+        """The error for a family that no draft can drive."""
+        return TargetError(
+            f"target {self.name}: {why}, so no draft can drive it; run it without one (--draft-model none)"
+        )

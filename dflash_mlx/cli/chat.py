@@ -1,0 +1,127 @@
+"""`dflash-mlx chat`: a conversation in the terminal; each turn feeds only what the caches do not hold."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from .options import add_generation_arguments, add_pair_arguments, json_object, logits_processors, sampling_options
+
+HELP = """/reset          start over
+/system TEXT    set the system message and start over (no TEXT: none)
+/stats          figures of the last answer
+/help           this
+/quit           leave (or Ctrl-D); Ctrl-C stops an answer, not the chat"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_pair_arguments(parser)
+    parser.add_argument("--system-prompt", help="system message")
+    parser.add_argument("--chat-template-config", type=json_object, default={}, metavar="JSON", help="for the template")
+    add_generation_arguments(parser, max_tokens=2048)
+
+
+def run(args: argparse.Namespace) -> int:
+    from .generate import load_pair
+
+    plan, model, draft, tokenizer = load_pair(args)
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
+    chat = Chat(args, model, draft, tokenizer)
+    print(f"{args.model} with draft {plan.draft or 'none'}; /help lists the commands", file=sys.stderr)
+    while True:
+        try:
+            line = input(">> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return 0
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            continue
+        if not line.strip():
+            continue
+        if line.startswith("/"):
+            if not chat.command(line):
+                return 0
+        else:
+            chat.answer(line)
+
+
+class Chat:
+    """History, caches and the figures of the last answer."""
+
+    def __init__(self, args: argparse.Namespace, model: Any, draft: Any, tokenizer: Any):
+        from ..prompt_cache import PromptCache
+
+        self.args, self.model, self.draft, self.tokenizer = args, model, draft, tokenizer
+        self.system: str | None = args.system_prompt
+        self.messages: list[dict[str, str]] = []
+        self.cache = PromptCache(model, draft)
+        self.last = "no answer yet"
+
+    def command(self, line: str) -> bool:
+        """Run a slash command; False ends the chat."""
+        name, _, text = line.partition(" ")
+        if name in ("/quit", "/exit"):
+            return False
+        if name in ("/reset", "/system"):
+            self.system = (text.strip() or None) if name == "/system" else self.system
+            self.messages = []
+        elif name == "/stats":
+            print(self.last, file=sys.stderr)
+        else:
+            print(HELP, file=sys.stderr)
+        return True
+
+    def answer(self, text: str) -> None:
+        """One turn, streamed. Ctrl-C ends the answer; what was said stays in the history."""
+        from ..decode import GenerationStats
+        from ..generation import stream_generate
+
+        self.messages.append({"role": "user", "content": text})
+        ids = self._ids()
+        rest = self.cache.rest(ids)
+        cached, stats = len(ids) - len(rest), GenerationStats()
+        answer, tokens = "", []
+        responses = stream_generate(
+            self.model,
+            self.tokenizer,
+            rest,
+            self.args.max_tokens,
+            self.draft,
+            temp=self.args.temp,
+            seed=self.args.seed,
+            acceptance=self.args.acceptance,
+            logits_processors=logits_processors(self.args),
+            stop=self.args.stop,
+            block_size=self.args.block_size if self.draft is not None else None,
+            prefill_step_size=self.args.prefill_step_size,
+            prompt_cache=self.cache.caches,
+            stats=stats,
+            **sampling_options(self.args),
+        )
+        try:
+            for response in responses:
+                tokens.append(response.token)
+                answer += response.text
+                print(response.text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="", file=sys.stderr)
+            responses.close()
+        print(flush=True)
+        if tokens:
+            self.cache.extend(rest, tokens)
+        else:
+            self.cache.reset()  # interrupted in the prompt, whose caches are half filled
+        self.messages.append({"role": "assistant", "content": answer})
+        self.last = f"{stats.summary()}; {cached} prompt tokens cached"
+
+    def _ids(self) -> list[int]:
+        messages = ([{"role": "system", "content": self.system}] if self.system else []) + self.messages
+        if not self.tokenizer.has_chat_template:
+            text = "".join(message["content"] + "\n" for message in messages)
+            return self.tokenizer.encode(text)
+        rendered = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.args.chat_template_config
+        )
+        return self.tokenizer.encode(rendered, add_special_tokens=False)

@@ -1,0 +1,98 @@
+"""Caches that outlive one call: what of a new prompt they already hold, and how they are kept in a file.
+
+Knows tokens and caches of both models; knows no text and no template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import save_prompt_cache as save_prompt_cache
+
+from .decode.drafter import as_drafter
+from .decode.round import align
+from .draft import DraftKVCache
+from .target import Target
+from .target.rewind import CUT
+
+
+class PromptCache:
+    """The caches of one conversation and the tokens that they hold.
+
+    Args:
+        model: the target. draft_model: as in `stream_generate`, or None.
+    """
+
+    def __init__(self, model: nn.Module, draft_model: Any = None):
+        self.target = Target(model)
+        self.drafter = None if draft_model is None else as_drafter(draft_model)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.tokens: list[int] = []
+        target = self.target.make_cache()
+        self._size = len(target)
+        self.caches: list[Any] = target + (self.drafter.make_cache() if self.drafter else [])
+
+    def rest(self, ids: Sequence[int]) -> list[int]:
+        """The tokens of a prompt that are not cached yet, at least one; the caches are cut to fit.
+
+        A prompt that continues what is cached always hits. One that only shares a beginning hits where the target's
+        caches can be cut; recurrent state and a window that has wrapped can't, so everything is fed again.
+        """
+        shared = 0
+        for ours, theirs in zip(self.tokens, ids, strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        shared = min(shared, len(ids) - 1)  # one token is always fed, its logits are needed
+        surplus = len(self.tokens) - shared
+        if surplus:
+            target = self.caches[: self._size]
+            if not all(_can_be_cut(cache) for cache in target):
+                self.reset()
+                return list(ids)
+            for cache in target:
+                CUT[type(cache)](cache, surplus)
+            align(self.caches[self._size :], shared)
+            del self.tokens[shared:]
+        return list(ids[shared:])
+
+    def extend(self, fed: Sequence[int], emitted: Sequence[int]) -> None:
+        """Note what a call has put into the caches: what it was given and what it emitted."""
+        self.tokens += [*fed, *emitted]
+
+
+def _can_be_cut(cache: Any) -> bool:
+    if type(cache) is RotatingKVCache:
+        return cache.offset < cache.max_size
+    return type(cache) in CUT and not getattr(cache, "start_position", 0)  # a chunked cache that dropped chunks
+
+
+def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
+    """Caches written by `save_prompt_cache` (mlx-lm's format), a draft's rows included.
+
+    Returns:
+        The list of caches, and with `return_metadata` the metadata as well.
+    """
+    arrays, flat = cast(tuple[dict[str, Any], dict[str, Any]], mx.load(file_name, return_metadata=True))
+    metadata, classes, scalars = cast(list[Any], tree_unflatten(list(flat.items())))
+    for place, kind in scalars[1:]:
+        value = arrays[place]
+        if kind == "scalar":
+            arrays[place] = value.item()
+        elif kind == "string":
+            arrays[place] = "".join(map(chr, value.tolist()))
+        else:
+            arrays[place] = None
+    states = cast(list[Any], tree_unflatten(list(arrays.items())))
+    known = {**vars(mlx_lm_cache), DraftKVCache.__name__: DraftKVCache}
+    caches = [known[name].from_state(state) for name, state in zip(classes, states, strict=True)]
+    return (caches, metadata) if return_metadata else caches

@@ -1,0 +1,48 @@
+"""The family matrix in its short form: every causal language model of the installed mlx-lm. See `matrix.py`."""
+
+from __future__ import annotations
+
+import json
+
+import matrix
+import pytest
+
+TABLE = json.loads(matrix.TABLE.read_text())
+BUILT = [name for name, entry in matrix.CONFIGS.items() if "skip" not in entry]
+# Targets of published drafts (facts of the pair list), by mlx-lm module.
+PUBLISHED = [
+    "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_text", "gpt_oss", "llama",
+    "kimi_k25",
+    "deepseek_v3", "minimax", "glm_moe_dsa", "lfm2", "lfm2_moe", "nemotron_h", "muse_glimmer",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_family(name):
+    outcome = matrix.run(name)
+    row = TABLE["families"][name]
+    assert outcome.status == row["status"], f"families.json says {row['status']}: run tests/matrix.py --write"
+    assert (outcome.reason or "") == row.get("reason", "")
+    assert outcome.caches == row["caches"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_targets_of_published_drafts_are_verified(name):
+    assert TABLE["families"][name]["status"] == "verified"
+
+
+def test_every_module_of_mlx_lm_is_known():
+    """A new release brings new modules: give each a config in `families.json` here, or a reason to skip it."""
+    assert sorted(matrix.modules()) == sorted(matrix.CONFIGS)
+
+
+def test_the_table_is_whole():
+    assert sorted(TABLE["families"]) == sorted(matrix.CONFIGS)
+    assert not [
+        name for name, row in TABLE["families"].items() if row["status"] not in ("verified", "refused", "not built")
+    ]
+
+
+def test_skipped_modules_say_why():
+    for entry in matrix.CONFIGS.values():
+        assert "config" in entry or len(entry["skip"]) > 20

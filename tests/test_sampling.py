@@ -1,0 +1,216 @@
+"""Case C14: sampling with a draft is sampling without one, for every filter, both rules, and any draft."""
+
+from __future__ import annotations
+
+import zlib
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_sampler
+from tiny import make_draft, make_target
+
+from dflash_mlx import generate_step
+from dflash_mlx.decode.acceptance import count_accepted, reject
+from dflash_mlx.decode.filters import Filters
+from dflash_mlx.decode.sampling import TokenPicker
+
+# With 144 cells, 20,000 draws alone are 0.034 off on average; more draws leave room for a fault to show.
+V, N = 12, 60_000
+RNG = np.random.default_rng(0)
+TARGET = mx.array(RNG.normal(size=(V, V)) * 1.5, mx.float32)  # logits of the next token, by token
+DRAFTS = {
+    "the target": TARGET,
+    "the opposite": -TARGET,
+    "flat": mx.zeros((V, V)),
+    "another": mx.array(RNG.normal(size=(V, V)), mx.float32),
+}
+FILTERS = {
+    "none": {},
+    "top-p": {"top_p": 0.8},
+    "top-k": {"top_k": 4},
+    "min-p": {"min_p": 0.1},
+    "all": {"top_p": 0.9, "top_k": 6, "min_p": 0.05},
+}
+
+
+def plain_joint(filters: Filters, temp: float) -> np.ndarray:
+    """The exact joint distribution of two tokens after token 0, in float64 with mlx-lm's filters."""
+    rows = TARGET - mx.logsumexp(TARGET, axis=-1, keepdims=True)
+    p = np.exp(np.array(filters(rows) / temp, np.float64))
+    p /= p.sum(axis=-1, keepdims=True)
+    return p[0][:, None] * p
+
+
+def noise(position: int, shape: tuple[int, ...], purpose: str, kind: str) -> mx.array:
+    """Noise of N runs at once, independent by position and purpose."""
+    key = mx.random.key(zlib.crc32(f"{position}{purpose}{kind}".encode()))
+    return mx.random.gumbel((N, *shape), key=key) if kind == "gumbel" else mx.random.uniform(shape=(N, *shape), key=key)
+
+
+def drawn(rule: str, draft: mx.array | None, filters: Filters, temp: float, wrong: bool = False) -> np.ndarray:
+    """Empirical joint of the first two tokens after token 0 over N runs: a block of 3, and another if needed.
+
+    The rule's own functions decide; only the noise of many runs is made in one go.
+    """
+    picker = TokenPicker(temp=temp, seed=1, filters=filters, rejection=rule == "rejection")
+    pick_noise = [noise(i, (V,), "pick", "gumbel") for i in (1, 2)]
+    draft_noise = [noise(i, (V,), "draft", "gumbel") if rule == "rejection" else pick_noise[i - 1] for i in (1, 2)]
+    accept = [noise(i, (), "accept", "uniform") for i in (1, 2)]
+
+    def proposals(first: mx.array, at: int) -> tuple[list, list]:
+        tokens, scores = [], []
+        token = first
+        for i in range(at, 2):
+            if draft is None:  # chosen without chance
+                token = mx.full((N,), 3)
+                scores.append(None)
+            else:
+                score = picker.scores(draft[token], None)
+                token = mx.argmax(score + draft_noise[i], axis=-1)
+                scores.append(score)
+            tokens.append(token)
+        return tokens, scores
+
+    def one_round(anchor: mx.array, at: int) -> tuple[mx.array, mx.array]:
+        tokens, scores = proposals(anchor, at)
+        rows = [anchor, *tokens]
+        target = mx.stack([picker.scores(TARGET[row], None) for row in rows], 1)  # [N, L, V]
+        gumbel = mx.stack([*pick_noise[at:], noise(3, (V,), "pick", "gumbel")], 1)
+        proposed = mx.stack(tokens, 1)
+        if rule == "match":
+            picks = mx.argmax(target + gumbel, axis=-1)
+            if wrong:  # keeps a draft token whenever the target gives it some probability
+                some = mx.take_along_axis(mx.softmax(target[:, :-1], -1), proposed[..., None], -1)[..., 0] > 0.02
+                picks = mx.concatenate([mx.where(some, proposed, picks[:, :-1]), picks[:, -1:]], 1)
+            kept = mx.vmap(count_accepted)(proposed, picks)
+            return kept, picks
+        uniform = mx.stack(accept[at:], 1)
+        if scores[0] is None:
+            results = mx.vmap(lambda d, t, u, g: reject(d, None, t, u, g))(proposed, target, uniform, gumbel)
+        else:
+            results = mx.vmap(reject)(proposed, mx.stack(scores, 1), target, uniform, gumbel)
+        return results
+
+    kept, picks = one_round(mx.zeros((N,), mx.int32), 0)
+    first, second = picks[:, 0], picks[:, 1]
+    _, again = one_round(first, 1)  # for runs in which the first draft token was refused
+    second = mx.where(kept >= 1, second, again[:, 0])
+    counts = np.zeros((V, V))
+    np.add.at(counts, (np.array(first), np.array(second)), 1)
+    return counts / N
+
+
+def total_variation(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).sum() / 2)
+
+
+@pytest.mark.parametrize("temp", [0.7, 1.3])
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_the_joint_of_two_tokens_is_that_of_plain_sampling(rule, filters, temp):
+    filtering = Filters(**FILTERS[filters])
+    exact = plain_joint(filtering, temp)
+    for draft in (*DRAFTS.values(), None):
+        distance = total_variation(drawn(rule, draft, filtering, temp), exact)
+        assert distance < 0.03
+
+
+def test_a_wrong_rule_is_caught():
+    distance = total_variation(
+        drawn("match", DRAFTS["the opposite"], Filters(), 1.0, wrong=True), plain_joint(Filters(), 1.0)
+    )
+    assert distance > 0.08
+
+
+@pytest.mark.parametrize("options", [{}, {"acceptance": "rejection"}])
+def test_end_to_end_with_a_real_draft(options):
+    """Seeds 0.. through the whole loop; the first token's distribution against the softmax, the second's as well."""
+    model, draft = make_target(seed=3), make_draft()
+    prompt, runs = [3, 1, 4], 700
+    seen = {}
+    for seed in range(runs):
+        tokens = [t for t, *_ in generate_step(prompt, model, draft, max_tokens=3, temp=0.4, seed=seed, **options)]
+        seen[tokens[0], tokens[1]] = seen.get((tokens[0], tokens[1]), 0) + 1
+    first = mx.softmax(model(mx.array([prompt]))[0, -1] / 0.4)
+    second = mx.softmax(model(mx.array([[*prompt, i] for i in range(256)]))[:, -1] / 0.4, axis=-1)
+    joint = np.array(first[:, None] * second, np.float64)
+    likely = [np.unravel_index(i, joint.shape) for i in np.argsort(joint, axis=None)[::-1][:6]]
+    for a, b in likely:
+        p = joint[a, b]
+        assert abs(seen.get((int(a), int(b)), 0) / runs - p) < 4.5 * (p * (1 - p) / runs) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "values", [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"top_p": 0.9, "top_k": 40, "min_p": 0.05}]
+)
+def test_filters_keep_what_mlx_lm_keeps(values):
+    """Compared through mlx-lm's own sampler: what it can ever draw is what we keep."""
+    from mlx_lm import sample_utils
+
+    logits = mx.array(RNG.normal(size=(4, 500)) * 3, mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    expected = logprobs
+    if "top_p" in values:
+        expected = sample_utils.apply_top_p(expected, values["top_p"])
+    if "min_p" in values:
+        expected = sample_utils.apply_min_p(expected, values["min_p"])
+    if "top_k" in values:
+        expected = sample_utils.apply_top_k(expected, values["top_k"])
+    assert mx.array_equal(Filters(**values)(logprobs), expected)
+    assert make_sampler(1.0, **values)(logprobs).shape == (4,)
+
+
+def test_xtc_drops_all_but_the_least_likely_choice_where_its_coin_says_so():
+    logprobs = mx.log(mx.array([[0.5, 0.3, 0.15, 0.05]] * 2))
+    kept = Filters(xtc_probability=0.5, xtc_threshold=0.1)(logprobs, mx.array([[0.4], [0.6]]))
+    assert (kept > -mx.inf).tolist() == [[False, False, True, True], [True] * 4]
+    special = Filters(xtc_probability=1.0, xtc_threshold=0.1, xtc_special_tokens=[0])(logprobs, mx.zeros((2, 1)))
+    assert (special > -mx.inf).tolist() == [[True, False, True, True]] * 2
+
+
+@pytest.mark.parametrize(("temp", "top_p"), [(0.7, 0.9), (0.7, 1.0), (1.0, 0.9), (1.0, 1.0)])
+def test_bfloat16_logits_of_a_large_vocabulary(temp, top_p):
+    """Cumulative sums in bfloat16 keep the wrong tokens; against a float64 twin nothing may be off by 1e-6."""
+    vocab = 150_000
+    logits = mx.array(RNG.normal(size=(1, vocab)) * 2.5, mx.float32).astype(mx.bfloat16)
+    picker = TokenPicker(temp=temp, seed=1, filters=Filters(top_p=top_p))
+    # Scores are compared up to a constant: the pick is an argmax, so their normaliser never matters.
+    scores = np.array(picker.scores(logits, None)[0], np.float64)
+    ours = np.exp(scores - scores.max())
+    ours /= ours.sum()
+    x = np.array(logits.astype(mx.float32)[0], np.float64)
+    p = np.exp(x - x.max())
+    p /= p.sum()
+    if top_p < 1:
+        order = np.argsort(p, kind="stable")
+        above = p.sum() - np.cumsum(p[order])
+        threshold = p[order][(above >= top_p).sum()]
+        p = np.where(p < threshold, 0, p)
+    p = p ** (1 / temp)
+    p /= p.sum()
+    assert np.abs(ours - p).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "bad", [{"top_p": 1.5}, {"min_p": -0.1}, {"top_k": -1}, {"min_tokens_to_keep": 0}, {"xtc_threshold": 0.7}]
+)
+def test_filters_out_of_range_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Filters(**bad)
+
+
+def test_the_rejection_rule_needs_the_distributions():
+    with pytest.raises(ValueError, match="rejection"):
+        list(generate_step([1], make_target(), sampler=make_sampler(1.0), acceptance="rejection"))
+    with pytest.raises(ValueError, match="acceptance"):
+        list(generate_step([1], make_target(), acceptance="guess"))
+
+
+@pytest.mark.parametrize("values", [{"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}, {"xtc_probability": 0.5}])
+def test_a_seed_gives_one_text_with_filters_too(values):
+    model, prompt = make_target(), [3, 1, 4, 1, 5]
+    options = {"max_tokens": 30, "temp": 0.9, "seed": 7, **values}
+    truth = [t for t, *_ in generate_step(prompt, model, **options)]
+    for block in (2, 8):
+        assert [t for t, *_ in generate_step(prompt, model, make_draft(), block_size=block, **options)] == truth
