@@ -1,6 +1,6 @@
 """The family matrix: every causal language model of the installed mlx-lm, built tiny, driven by drafts.
 
-`python tests/matrix.py --write` runs it in full and writes `dflash_mlx/families.json`, which `dflash-mlx models
+`python tests/matrix.py --write [family ...]` runs it in full and writes `dflash_mlx/families.json`, which `dflash-mlx models
 --families` shows; `test_families.py` runs a shorter form and compares. `families.json` here holds the configs; a
 module of mlx-lm that is not in it is reported by a test.
 """
@@ -165,7 +165,9 @@ def main() -> None:
     if "--write" in sys.argv:
         import mlx_lm
 
-        TABLE.write_text(json.dumps({"mlx_lm": mlx_lm.__version__, "families": table}, indent=1) + "\n")
+        old = json.loads(TABLE.read_text())["families"] if len(table) < len(CONFIGS) else {}
+        rows = dict(sorted({**old, **table}.items()))
+        TABLE.write_text(json.dumps({"mlx_lm": mlx_lm.__version__, "families": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def test_a_wrong_rule_is_caught():
 def test_end_to_end_with_a_real_draft(options):
     """Seeds 0.. through the whole loop; the first token's distribution against the softmax, the second's as well."""
     model, draft = make_target(seed=3), make_draft()
-    prompt, runs = [3, 1, 4], 700
+    prompt, runs = [3, 1, 4], 400
     seen = {}
     for seed in range(runs):
         tokens = [t for t, *_ in generate_step(prompt, model, draft, max_tokens=3, temp=0.4, seed=seed, **options)]
