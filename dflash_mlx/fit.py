@@ -13,6 +13,7 @@ from .draft import DraftConfig
 from .draft.config import MAX_LAYERS
 from .draft.fields import MAX_SIZE, brief, read_json
 from .errors import DraftError, TargetError
+from .families import families
 from .target import Target
 
 
@@ -88,6 +89,11 @@ def check_family(name: str, config: Mapping[str, Any]) -> None:
         model_class, args_class = _get_classes(dict(config))
     except (ValueError, KeyError, TypeError, AttributeError):  # the last two: a type that is no name
         raise TargetError(f"{name}: mlx-lm has no model type {brief(family)}") from None
+    known = families().get(model_class.__module__.rpartition(".")[2])
+    if known is not None and known.status == "refused":
+        raise TargetError(
+            f"{name}: no draft can drive a {known.name} model: {known.reason}; run it without one (--draft-model none)"
+        )
     try:
         skeleton: nn.Module = model_class(args_class.from_dict(dict(config)))
     except Exception as error:  # mlx-lm takes any config and raises what it likes

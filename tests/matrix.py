@@ -1,8 +1,8 @@
 """The family matrix: every causal language model of the installed mlx-lm, built tiny, driven by drafts.
 
-`python tests/matrix.py --write [family ...]` runs it in full and writes `dflash_mlx/families.json`, which `dflash-mlx models
---families` shows; `test_families.py` runs a shorter form and compares. `families.json` here holds the configs; a
-module of mlx-lm that is not in it is reported by a test.
+`python tests/matrix.py --write [family ...]` runs it in full and writes `dflash_mlx/families.json`, which
+`dflash-mlx models --families` shows; `test_families.py` runs a shorter form and compares. `families.json` here holds
+the configs; a module of mlx-lm that is not in it is reported by a test.
 """
 
 from __future__ import annotations

@@ -190,3 +190,35 @@ def test_a_reader_that_leaves_is_no_error():
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, timeout=120)
     assert b"Traceback" not in done.stderr
     assert len(done.stdout) == 20
+
+
+def test_models_lists_pairs_and_families(capsys):
+    assert main(["models", "qwen3-8b", "--json"]) == 0
+    pairs = json.loads(capsys.readouterr().out)
+    assert {
+        "target": "Qwen/Qwen3-8B",
+        "draft": "z-lab/Qwen3-8B-DFlash-b16",
+        "kind": "dflash",
+        "block": 16,
+    }.items() <= pairs[0].items()
+    assert main(["models", "--families", "gemma", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["gemma4"]["status"] == "verified"
+    assert rows["gemma3n"]["status"] == "refused"
+    assert rows["gemma3n"]["reason"]
+    for flags in ([], ["--families"], ["nothing like this"]):
+        assert main(["models", *flags]) == 0
+        assert capsys.readouterr().out
+
+
+def test_a_family_that_is_known_not_to_work_is_refused_before_it_loads(tmp_path, capsys, monkeypatch):
+    import matrix
+    import mlx_lm
+
+    config = {**matrix.CONFIGS["nanbeige"]["config"], "num_hidden_layers": 6, "hidden_size": 192, "vocab_size": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(mlx_lm, "load", lambda *a, **k: pytest.fail("the target was loaded"))
+    assert main(["generate", "--model", str(tmp_path), "--draft-model", "demo", "--prompt", "x"]) == 1
+    err = capsys.readouterr().err
+    assert "nanbeige" in err
+    assert "called 2 times" in err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from importlib import resources
 from typing import Any
 
 
@@ -39,16 +38,11 @@ def _pairs(wanted: str) -> list[dict[str, Any]]:
 
 
 def _families(wanted: str) -> list[dict[str, Any]]:
-    table = json.loads(resources.files("dflash_mlx").joinpath("families.json").read_text(encoding="utf-8"))
+    from ..families import families
+
     return [
-        {
-            "family": name,
-            "status": row["status"],
-            "caches": ", ".join(row.get("caches", [])),
-            "reason": row.get("reason", ""),
-            "mlx-lm": table["mlx_lm"],
-        }
-        for name, row in table["families"].items()
+        {**dataclasses.asdict(family), "caches": ", ".join(family.caches)}
+        for name, family in families().items()
         if wanted in name.lower()
     ]
 

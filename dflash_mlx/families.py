@@ -1,0 +1,38 @@
+"""Which mlx-lm families a draft can drive: a table written by the test matrix (`tests/matrix.py --write`).
+
+It lets a family that is known not to work be refused before its weights load. A family that is not in the table
+is judged by its structure when it is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+
+@dataclass(frozen=True)
+class Family:
+    """One module of `mlx_lm.models`.
+
+    Attributes:
+        status: "verified", "refused" or "not built"; reason: why, where it is not verified.
+        caches: cache classes it uses. mlx_lm: version that was tested.
+    """
+
+    name: str
+    status: str
+    reason: str
+    caches: tuple[str, ...]
+    mlx_lm: str
+
+
+@cache
+def families() -> dict[str, Family]:
+    """The table, by module name."""
+    table = json.loads(resources.files(__package__).joinpath("families.json").read_text(encoding="utf-8"))
+    return {
+        name: Family(name, row["status"], row.get("reason", ""), tuple(row.get("caches", ())), table["mlx_lm"])
+        for name, row in table["families"].items()
+    }
