@@ -26,10 +26,11 @@ class PromptCache:
     """The caches of one conversation and the tokens that they hold.
 
     Args:
-        model: the target. draft_model: as in `stream_generate`, or None.
+        model: the target. draft_model: as in `stream_generate`, or None. max_kv_size: as in mlx-lm.
     """
 
-    def __init__(self, model: nn.Module, draft_model: Any = None):
+    def __init__(self, model: nn.Module, draft_model: Any = None, max_kv_size: int | None = None):
+        self.max_kv_size = max_kv_size
         self.target = Target(model)
         self.drafter = None if draft_model is None else as_drafter(draft_model)
         self.reset()
@@ -37,7 +38,7 @@ class PromptCache:
     def reset(self) -> None:
         """Forget everything."""
         self.tokens: list[int] = []
-        target = self.target.make_cache()
+        target = self.target.make_cache(self.max_kv_size)
         self._size = len(target)
         self.caches: list[Any] = target + (self.drafter.make_cache() if self.drafter else [])
 

@@ -214,3 +214,19 @@ def test_a_seed_gives_one_text_with_filters_too(values):
     truth = [t for t, *_ in generate_step(prompt, model, **options)]
     for block in (2, 8):
         assert [t for t, *_ in generate_step(prompt, model, make_draft(), block_size=block, **options)] == truth
+
+
+def test_a_seed_gives_the_same_text_in_a_fresh_process_and_after_another_request(capsys):
+    import subprocess
+    import sys
+
+    from dflash_mlx.cli import main
+
+    argv = ["generate", "--model", "demo", "--prompt", "def f(", "--max-tokens", "24", "--temp", "0.9", "--seed", "7"]
+    argv += ["--top-p", "0.95", "--xtc-probability", "0.2"]
+    fresh = subprocess.run([sys.executable, "-m", "dflash_mlx", *argv], capture_output=True, text=True, check=True)
+    assert main([*argv[:-2], "--seed", "8", "--block-size", "4"]) == 0
+    capsys.readouterr()
+    for flags in (["--block-size", "1"], ["--block-size", "4"], ["--draft-model", "none"]):
+        assert main([*argv, *flags]) == 0
+        assert capsys.readouterr().out == fresh.stdout

@@ -56,7 +56,7 @@ class Chat:
         self.args, self.model, self.draft, self.tokenizer = args, model, draft, tokenizer
         self.system: str | None = args.system_prompt
         self.messages: list[dict[str, str]] = []
-        self.cache = PromptCache(model, draft)
+        self.cache = PromptCache(model, draft, args.max_kv_size)
         self.last = "no answer yet"
 
     def command(self, line: str) -> bool:
@@ -77,6 +77,7 @@ class Chat:
         """One turn, streamed. Ctrl-C ends the answer; what was said stays in the history."""
         from ..decode import GenerationStats
         from ..generation import stream_generate
+        from .generate import cache_options
 
         self.messages.append({"role": "user", "content": text})
         ids = self._ids()
@@ -98,7 +99,8 @@ class Chat:
             prefill_step_size=self.args.prefill_step_size,
             prompt_cache=self.cache.caches,
             stats=stats,
-            **sampling_options(self.args),
+            **sampling_options(self.args, self.tokenizer),
+            **cache_options(self.args),
         )
         try:
             for response in responses:

@@ -98,7 +98,7 @@ def _stream(
             draft,
             temp=args.temp,
             seed=args.seed,
-            **sampling_options(args),
+            **sampling_options(args, tokenizer),
             acceptance=args.acceptance,
             logits_processors=logits_processors(args),
             stop=args.stop,
@@ -124,9 +124,11 @@ def _stream(
 
 def cache_options(args: argparse.Namespace) -> dict[str, Any]:
     """The cache flags as mlx-lm's arguments."""
+    limit = {"max_kv_size": args.max_kv_size} if args.max_kv_size else {}
     if args.kv_bits is None:
-        return {}
+        return limit
     return {
+        **limit,
         "kv_bits": args.kv_bits,
         "kv_group_size": args.kv_group_size,
         "quantized_kv_start": args.quantized_kv_start,
@@ -145,7 +147,7 @@ def _check(args: argparse.Namespace, model: Any, tokenizer: Any, ids: Any, token
             end_tokens=tokenizer.eos_token_ids,
             temp=args.temp,
             seed=args.seed,
-            sampling=sampling_options(args),
+            sampling=sampling_options(args, tokenizer),
             prefill_step_size=args.prefill_step_size,
             logits_processors=logits_processors(args),
             **cache_options(args),

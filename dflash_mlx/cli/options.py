@@ -53,10 +53,11 @@ def logit_bias(text: str) -> dict[int, float]:
         raise argparse.ArgumentTypeError("expected numbers by token id, e.g. '{\"42\": -100}'") from None
 
 
-def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling flags as the arguments of `stream_generate`; the special tokens of XTC are the caller's."""
+def sampling_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    """The sampling flags as the arguments of `stream_generate`; XTC spares line ends and end tokens, as in mlx-lm."""
     names = ("top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
-    return {name: getattr(args, name) for name in names}
+    special = [*tokenizer.encode("\n", add_special_tokens=False), *tokenizer.eos_token_ids]
+    return {**{name: getattr(args, name) for name in names}, "xtc_special_tokens": special}
 
 
 def logits_processors(args: argparse.Namespace) -> list[Any]:
@@ -112,6 +113,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser, max_tokens: int = 
         "--block-size", type=at_least(1), help="tokens of a block; default: the draft's own, 1 decodes plainly"
     )
     group.add_argument("--prefill-step-size", type=at_least(1), default=2048, help="default: %(default)s")
+    group.add_argument("--max-kv-size", type=at_least(8), help="keep so many tokens in the target's cache, 4 for ever")
     group.add_argument("--kv-bits", type=int, choices=[2, 3, 4, 5, 6, 8], help="quantise the target's KV cache")
     group.add_argument("--kv-group-size", type=int, choices=[32, 64, 128], default=64, help="default: %(default)s")
     group.add_argument("--quantized-kv-start", type=at_least(0), default=5000, help="default: %(default)s")
