@@ -34,6 +34,7 @@ from .draft import DFlashDraftModel
 from .errors import DraftError
 from .fit import TargetFacts, check_fit
 from .target import Target
+from .target.rewind import recurrent
 
 
 @dataclass
@@ -132,7 +133,9 @@ def _tokens(
     width = _block_size(drafter, block_size, stats)
     if width == 1:
         drafter = None
-    target_cache, draft_cache = _caches(target, drafter, prompt_cache, max_kv_size)
+    target_cache, draft_cache, held = _caches(target, drafter, prompt_cache, max_kv_size)
+    if kv_bits is not None:
+        target.check_quantizable(target_cache, kv_group_size)
     if drafter is not None:
         target.require_rewindable(target_cache)
         target.check_taps(drafter.target_layer_ids)
@@ -145,7 +148,16 @@ def _tokens(
             prompt_cache[: len(caches)] = caches  # it replaces entries, and the caller's list is another one
 
     session = Session(
-        target, drafter, picker, target_cache, draft_cache, stats, stream=stream, quantize=quantize, profile=profile
+        target,
+        drafter,
+        picker,
+        target_cache,
+        draft_cache,
+        stats,
+        held=held,
+        stream=stream,
+        quantize=quantize,
+        profile=profile,
     )
     progress = prompt_progress_callback or (lambda done, total: None)
     session.prefill(prompt, prefill_step_size, progress)
@@ -164,7 +176,7 @@ def stream_generate(
     max_tokens: int = 256,
     draft_model: Any = None,
     *,
-    stop: Sequence[str] = (),
+    stop: Sequence[str] | None = None,
     stats: GenerationStats | None = None,
     **options: Any,
 ) -> Generator[GenerationResponse, None, None]:
@@ -188,7 +200,7 @@ def stream_generate(
     ids = encode(tokenizer, prompt)
     stats = GenerationStats() if stats is None else stats
     stats.prompt_tokens = ids.shape[0]
-    text, stopping = TextStream(tokenizer), StopStrings(stop)
+    text, stopping = TextStream(tokenizer), StopStrings(stop or ())
     end_tokens = tokenizer.eos_token_ids
     tokens = _tokens(ids, model, draft_model, stats, max_tokens=max_tokens, end_tokens=end_tokens, **options)
     start = time.perf_counter()
@@ -296,22 +308,24 @@ def _block_size(drafter: Drafter | None, asked: int | None, stats: GenerationSta
 
 def _caches(
     target: Target, drafter: Drafter | None, given: list[Any] | None, max_kv_size: int | None
-) -> tuple[list[Any], list[Any]]:
-    """The caches of both models: fresh ones, or the given list split into the target's part and the draft's."""
+) -> tuple[list[Any], list[Any], int]:
+    """The caches of both models, and how many tokens they hold: fresh ones, or the given list split in two."""
     fresh = target.make_cache(max_kv_size)
     if given is None:
-        return fresh, drafter.make_cache() if drafter else []
+        return fresh, drafter.make_cache() if drafter else [], 0
     target_cache, draft_cache = given[: len(fresh)], given[len(fresh) :]
     if len(target_cache) < len(fresh):
         raise ValueError(f"prompt_cache has {len(given)} entries, the target needs {len(fresh)}")
-    length = cached_tokens(target_cache)
+    held = cached_tokens(target_cache)
     if drafter is None:
-        return target_cache, []
+        return target_cache, [], held
     if not draft_cache:
         # The draft sees nothing of what came before, only proposes worse for a while; positions stay absolute.
-        return target_cache, drafter.make_cache(offset=length)
+        return target_cache, drafter.make_cache(offset=held), held
     expected = len(drafter.make_cache())
     if len(draft_cache) != expected:
         raise DraftError(f"prompt_cache has {len(draft_cache)} draft entries, this draft needs {expected}")
-    align(draft_cache, length)  # it may be behind, e.g. when a turn was decoded without it
-    return target_cache, draft_cache
+    if all(map(recurrent, target_cache)):
+        held = draft_cache[0].offset  # recurrent state does not say how many tokens made it
+    align(draft_cache, held)  # it may be behind, e.g. when a turn was decoded without it
+    return target_cache, draft_cache, held

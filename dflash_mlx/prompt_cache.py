@@ -16,8 +16,9 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import save_prompt_cache as save_prompt_cache
 
 from .decode.drafter import as_drafter
-from .decode.round import align
+from .decode.round import align, cached_tokens
 from .draft import DraftKVCache
+from .errors import DFlashError
 from .target import Target
 from .target.rewind import CUT
 
@@ -48,6 +49,9 @@ class PromptCache:
         A prompt that continues what is cached always hits. One that only shares a beginning hits where the target's
         caches can be cut; recurrent state and a window that has wrapped can't, so everything is fed again.
         """
+        if not ids:
+            raise ValueError("the prompt holds no tokens")
+        self._believe_the_caches()
         shared = 0
         for ours, theirs in zip(self.tokens, ids, strict=False):
             if ours != theirs:
@@ -66,6 +70,19 @@ class PromptCache:
             del self.tokens[shared:]
         return list(ids[shared:])
 
+    def _believe_the_caches(self) -> None:
+        """After an interrupt they may hold tokens that nobody noted; those are cut, or everything is fed again."""
+        held = cached_tokens(self.caches[: self._size])
+        surplus = held - len(self.tokens)
+        if held and surplus:
+            target = self.caches[: self._size]
+            if surplus > 0 and all(map(_can_be_cut, target)):
+                for cache in target:
+                    CUT[type(cache)](cache, surplus)
+                align(self.caches[self._size :], len(self.tokens))
+            else:
+                self.reset()
+
     def extend(self, fed: Sequence[int], emitted: Sequence[int]) -> None:
         """Note what a call has put into the caches: what it was given and what it emitted."""
         self.tokens += [*fed, *emitted]
@@ -82,9 +99,15 @@ def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
 
     Returns:
         The list of caches, and with `return_metadata` the metadata as well.
+
+    Raises:
+        DFlashError: the file is missing, damaged or no prompt cache.
     """
-    arrays, flat = cast(tuple[dict[str, Any], dict[str, Any]], mx.load(file_name, return_metadata=True))
-    metadata, classes, scalars = cast(list[Any], tree_unflatten(list(flat.items())))
+    try:
+        arrays, flat = cast(tuple[dict[str, Any], dict[str, Any]], mx.load(file_name, return_metadata=True))
+        metadata, classes, scalars = cast(list[Any], tree_unflatten(list(flat.items())))
+    except (RuntimeError, ValueError) as error:
+        raise DFlashError(f"{file_name}: not a prompt cache, or damaged ({error})") from None
     for place, kind in scalars[1:]:
         value = arrays[place]
         if kind == "scalar":

@@ -266,3 +266,111 @@ class TestVerdict:
         assert late.first_difference == end + 1
         assert "ours goes on" in str(late)
         assert not compare_with_plain(model, mx.array(PROMPT), [], max_tokens=5).identical
+
+
+def interrupted_once(patch, owner, name):
+    real = getattr(owner, name)
+
+    def interrupt(*args, **kwargs):
+        patch.setattr(owner, name, real)
+        raise KeyboardInterrupt
+
+    patch.setattr(owner, name, interrupt)
+
+
+@pytest.mark.parametrize("family", [*HYBRIDS, "qwen3"])
+@pytest.mark.parametrize("where", ["sync", "layer"])
+def test_an_interrupt_without_a_draft(monkeypatch, family, where):
+    """The next step is queued ahead, so one token has to be taken back."""
+    model = make_target() if family == "qwen3" else make_hybrid(family)
+    truth, cache = plain_tokens(model, PROMPT, 30), make_prompt_cache(model)
+    steps = generate_step(PROMPT, model, max_tokens=30, prompt_cache=cache)
+    assert [next(steps)[0] for _ in range(5)] == truth[:5]
+    with monkeypatch.context() as patch:
+        interrupted_once(patch, *((round, "sync") if where == "sync" else (type(model.layers[2]), "__call__")))
+        with pytest.raises(KeyboardInterrupt):
+            next(steps)
+    assert {c.offset for c in cache if hasattr(c, "offset")} == {len(PROMPT) + 5}
+    assert decode(model, truth[5:6], None, 12, prompt_cache=cache)[0] == truth[6:18]
+
+
+def test_a_wrapped_window_that_can_not_be_taken_back_is_said(monkeypatch):
+    model = make_hybrid("gpt_oss")
+    steps = generate_step(PROMPT * 4, model, max_tokens=30, prompt_cache=make_prompt_cache(model))
+    next(steps), next(steps)
+
+    def interrupted():
+        with pytest.raises(KeyboardInterrupt):
+            next(steps)
+
+    with monkeypatch.context() as patch:
+        interrupted_once(patch, round, "sync")
+        with pytest.warns(RuntimeWarning, match="fresh one"):
+            interrupted()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
+@pytest.mark.parametrize("drafted", [True, False])
+def test_an_interrupt_while_the_last_token_is_fed(monkeypatch, family, drafted):
+    model = make_target() if family == "qwen3" else make_hybrid(family)
+    draft = make_draft() if drafted else None
+    truth = plain_tokens(model, PROMPT, 25)
+    cache = make_prompt_cache(model) + (draft.make_cache() if drafted else [])
+    steps = generate_step(PROMPT, model, draft, max_tokens=9, prompt_cache=cache)
+    assert [next(steps)[0] for _ in range(9)] == truth[:9]
+    with monkeypatch.context() as patch:
+        interrupted_once(patch, type(model.layers[2]), "__call__")
+        with pytest.raises(KeyboardInterrupt):
+            next(steps)
+    assert {c.offset for c in cache if hasattr(c, "offset")} == {len(PROMPT) + 9}
+    assert decode(model, truth[9:10], draft, 12, prompt_cache=cache)[0] == truth[10:22]
+
+
+def test_an_interrupt_after_the_draft_was_switched_off(monkeypatch):
+    model, draft = make_hybrid("qwen3_5"), make_draft()
+    draft.layers[0].mlp.down_proj.weight = draft.layers[0].mlp.down_proj.weight * mx.nan
+    truth, cache = plain_tokens(model, PROMPT, 30), make_prompt_cache(model)
+    steps = generate_step(PROMPT, model, draft, max_tokens=30, prompt_cache=cache)
+    with pytest.warns(RuntimeWarning, match="switched off"):
+        assert [next(steps)[0] for _ in range(6)] == truth[:6]
+    with monkeypatch.context() as patch:
+        interrupted_once(patch, round, "sync")
+        with pytest.raises(KeyboardInterrupt):
+            next(steps)
+    assert decode(model, truth[6:7], None, 12, prompt_cache=cache)[0] == truth[7:19]
+
+
+def test_recurrent_targets_keep_the_drafts_positions_over_turns():
+    import matrix
+
+    model = matrix.build("mamba2")
+    from dflash_mlx.target import Target
+
+    draft = matrix.real_draft(Target(model), [0, 1])
+    cache, offsets = make_prompt_cache(model) + draft.make_cache(), []
+    for prompt, n in ((PROMPT, 9), ([5, 6], 8), ([7], 4)):
+        decode(model, prompt, draft, n, prompt_cache=cache)
+        offsets.append(cache[-1].offset)
+    assert offsets == [20, 30, 35]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"kv_bits": 4, "kv_group_size": 64}, "kv_group_size 64"),
+        ({"xtc_probability": 1.0, "temp": 1.0, "xtc_special_tokens": [10**6, -1], "min_tokens_to_keep": 10**6}, None),
+        ({"temp": 1e-40, "min_p": 0.1}, None),
+    ],
+)
+def test_values_that_would_crash_later(options, match):
+    model = make_target("qwen3-wide")
+    if match:
+        with pytest.raises(ValueError, match=match):
+            decode(model, PROMPT, None, 4, **options)
+    else:
+        assert len(decode(model, PROMPT, None, 4, **options)[0]) == 4
+
+
+def test_wrapped_models_refuse_ids_outside_their_vocabulary():
+    with pytest.raises(ValueError, match="token id 5000"):
+        decode(make_hybrid("qwen3_5"), [1, 5000], None, 2)

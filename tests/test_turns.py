@@ -123,3 +123,46 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(monkeypatch, capsys):
     said = " ".join(str(args) for args, _ in printed)
     assert "[stopped]" in said
     assert "generated 5 tokens" in said
+
+
+def test_tokens_that_nobody_noted_are_found_and_cut():
+    model, draft = make_target(), make_draft()
+    cache = PromptCache(model, draft)
+    ids = [(7 * i + 3) % 250 for i in range(15)]
+    tokens, *_ = turn(cache, model, draft, ids)
+    list(generate_step([9, 9, 9], model, draft, max_tokens=4, prompt_cache=cache.caches))  # not noted
+    second = [*ids, *tokens, 5]
+    tokens, hit, _ = turn(cache, model, draft, second)
+    assert tokens == plain_tokens(model, second, 14)
+    assert hit == 29
+
+
+def test_an_empty_prompt_and_a_file_that_is_no_cache_are_refused(tmp_path):
+    import mlx.core as mx
+
+    with pytest.raises(ValueError, match="no tokens"):
+        PromptCache(make_target()).rest([])
+    file = tmp_path / "x.safetensors"
+    mx.save_safetensors(str(file), {"a": mx.zeros(3)})
+    for path in (file, tmp_path / "missing.safetensors"):
+        with pytest.raises(ValueError, match="not a prompt cache"):
+            load_prompt_cache(str(path))
+
+
+def test_a_template_that_refuses_does_not_end_the_chat(monkeypatch, capsys, tmp_path):
+    import shutil
+
+    from dflash_mlx import demo
+
+    shutil.copytree(demo.TARGET, tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "{{ m.content }}\n{% endfor %}"
+    )
+    lines = iter(["/system be brief", "hello", "/system", "hello", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+    flags = ["--model", str(tmp_path / "t"), "--draft-model", "demo", "--max-tokens", "6"]
+    assert main(["chat", *flags]) == 0
+    out, err = capsys.readouterr()
+    assert "no system role" in err
+    assert len(out.strip()) > 0

@@ -79,9 +79,14 @@ class Chat:
         from ..generation import stream_generate
         from .generate import cache_options
 
-        self.messages.append({"role": "user", "content": text})
-        ids = self._ids()
-        rest = self.cache.rest(ids)
+        self.messages.append({"role": "user", "content": text.encode("utf-8", "replace").decode()})
+        try:
+            ids = self._ids()
+            rest = self.cache.rest(ids)
+        except Exception as error:  # a template is the checkpoint's own code and raises what it likes
+            self.messages.pop()
+            print(f"that could not be rendered: {' '.join(str(error).split())}", file=sys.stderr)
+            return
         cached, stats = len(ids) - len(rest), GenerationStats()
         answer, tokens = "", []
         responses = stream_generate(
@@ -111,11 +116,14 @@ class Chat:
             print(" [stopped]", end="", file=sys.stderr)
             responses.close()
         print(flush=True)
-        if tokens:
-            self.cache.extend(rest, tokens)
+        if len(tokens) != stats.generation_tokens or not tokens:
+            self.cache.reset()  # interrupted where the caches hold more than was shown
         else:
-            self.cache.reset()  # interrupted in the prompt, whose caches are half filled
-        self.messages.append({"role": "assistant", "content": answer})
+            self.cache.extend(rest, tokens)
+        if tokens:
+            self.messages.append({"role": "assistant", "content": answer})
+        else:
+            self.messages.pop()
         self.last = f"{stats.summary()}; {cached} prompt tokens cached"
 
     def _ids(self) -> list[int]:

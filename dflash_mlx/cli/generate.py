@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import mlx.core as mx
+
     from ..errors import DFlashError
+    from ..target import Target
     from .prompt import read_prompt, render
 
     text = read_prompt(args.prompt)
@@ -46,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     ids = render(tokenizer, text, args)
+    if args.logit_bias:
+        Target(model).check_ids(mx.array(list(args.logit_bias)), "--logit-bias")
     if args.verbose:
         print(f"prompt ({ids.shape[0]} tokens): {tokenizer.decode(ids.tolist())!r}", file=sys.stderr)
     tokens, answer, finish, stats = _stream(args, model, draft, tokenizer, ids)

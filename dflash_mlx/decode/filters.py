@@ -69,8 +69,8 @@ class Filters:
         probs = mx.softmax(logprobs, axis=-1)
         least = mx.where(probs > self.xtc_threshold, probs, math.inf).min(axis=-1, keepdims=True)
         excluded = probs > least
-        if self.xtc_special_tokens:
-            excluded[..., mx.array(list(self.xtc_special_tokens))] = False
+        if special := [token for token in self.xtc_special_tokens if 0 <= token < logprobs.shape[-1]]:
+            excluded[..., mx.array(special)] = False
         return mx.where(excluded, -math.inf, logprobs)
 
 
@@ -86,6 +86,7 @@ def _top_p(logprobs: mx.array, top_p: float) -> mx.array:
 
 def _min_p(logprobs: mx.array, min_p: float, keep: int) -> mx.array:
     """Drop tokens less likely than `min_p` times the best, but never the best `keep`."""
+    keep = min(keep, logprobs.shape[-1])
     drop = logprobs < logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
     if keep > 1:
         best = mx.argpartition(logprobs, kth=-keep, axis=-1)[..., -keep:]

@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from ..target import Target
+from ..target.rewind import CanNotRewind
 from .acceptance import count_accepted, reject
 from .block_size import Widths
 from .drafter import Drafter, DraftRequest, Proposal
@@ -80,6 +81,7 @@ class Session:
     Args:
         target, drafter: drafter None decodes plainly.
         target_cache, draft_cache: updated in place; they may hold earlier tokens.
+        held: how many; recurrent caches do not say.
         quantize: called with the target's cache after each forward (mlx-lm's `maybe_quantize_kv_cache`).
         profile: time host, draft and verify apart, at the price of a second sync a round.
     """
@@ -93,6 +95,7 @@ class Session:
         draft_cache: list[Any],
         stats: GenerationStats,
         *,
+        held: int | None = None,
         stream: Any = None,
         quantize: Callable[[list[Any]], None] = lambda cache: None,
         profile: bool = False,
@@ -101,7 +104,7 @@ class Session:
         self.target_cache, self.draft_cache = target_cache, draft_cache
         self.stream, self.quantize, self.profile = stream, quantize, profile
         self.taps: Sequence[int] = drafter.target_layer_ids if drafter else ()
-        self.fed = cached_tokens(target_cache)
+        self.fed = cached_tokens(target_cache) if held is None else held
         self.rewinder = target.rewinder(target_cache)
         self.vocab = 0  # width of the logits, known after the first round
         self.tokens: list[int] = []  # fed in this call or emitted, anchor last
@@ -174,11 +177,9 @@ class Session:
 
     def _verify(self, block: mx.array, proposal: Proposal | None, ahead: bool) -> Flight:
         width, first = block.shape[0], self.fed
-        mark = self.rewinder.mark(first, width) if self.drafter else None  # plain rounds are never undone
+        mark = self.rewinder.mark(first, width, plain=self.drafter is None)
         self.changing = True
-        logits, taps = self.target.forward(
-            block[None], self.target_cache, self.taps, self.rewinder.watch(mark) if mark else None
-        )
+        logits, taps = self.target.forward(block[None], self.target_cache, self.taps, self.rewinder.watch(mark))
         self.fed += width
         self.changing = False
         self.quantize(self.target_cache)
@@ -254,8 +255,7 @@ class Session:
     def drop_unfinished(self) -> None:
         """After an exception: undo a round whose forward or rewind may have reached only some of the caches."""
         if self.changing:
-            marks = self.rewinder.marks
-            self.fed = marks[-1].start if marks else self.fed
+            self.fed = self.rewinder.marks[-1].start
             self.rewinder.undo(self.fed)
             self.changing = False
 
@@ -266,17 +266,36 @@ class Session:
             length: tokens that both caches shall hold.
             flight: a round that was queued but whose tokens nobody took.
         """
+        try:
+            self._finish(length, flight)
+        except CanNotRewind as reason:
+            warnings.warn(
+                f"interrupted, and the prompt cache can't be taken back: {reason}; start with a fresh one",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        except BaseException:  # a second interrupt
+            self.drop_unfinished()
+            self._finish(length, None)
+            raise
+
+    def _finish(self, length: int, flight: Flight | None) -> None:
         with mx.stream(self.stream):
             if flight is not None and flight.context is not None:
                 self.pending.append((flight.context, flight.width))
             if self.fed < length:
+                self.rewinder.mark(self.fed, 1, plain=self.drafter is None)
+                self.changing = True
                 _, taps = self.target.forward(self.anchor[None], self.target_cache, self.taps)
-                self.quantize(self.target_cache)
                 self.fed += 1
+                self.changing = False
+                self.quantize(self.target_cache)
                 if self.drafter and taps is not None:
                     self.pending.append((self.drafter.context(taps), 1))
+            self.changing = True
             self.rewinder.rewind(self.fed, length)
             self.fed = length
+            self.changing = False
             if self.drafter and self.draft_cache:
                 missing = length - self.draft_cache[0].offset
                 context = self._take_pending()

@@ -58,7 +58,7 @@ class TokenPicker:
     @property
     def seeded(self) -> bool:
         """Whether picks use our noise."""
-        return self.sampler is None and self.temp > 0
+        return self.sampler is None and self.temp > 1e-30  # below, float32 has no room and the best token wins
 
     def gumbel(self, positions: Sequence[int], vocab: int, purpose: str = "pick") -> mx.array:
         """Gumbel noise `[len(positions), vocab]` for the tokens at these absolute positions."""

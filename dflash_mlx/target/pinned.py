@@ -20,9 +20,9 @@ from mlx_lm.models.cache import CacheList, RotatingKVCache
 def pinned_masks(caches: Sequence[Any]) -> Iterator[None]:
     """Let pinning caches make exact masks while the block runs."""
     pinning = list(_pinning(caches))
-    for cache in pinning:
-        vars(cache)["make_mask"] = partial(_mask, cache)
     try:
+        for cache in pinning:
+            vars(cache)["make_mask"] = partial(_mask, cache)
         yield
     finally:
         for cache in pinning:

@@ -76,6 +76,15 @@ def _cut_rotating(cache: Any, n: int) -> None:
     cache._idx = end
 
 
+def _step_back(cache: RotatingKVCache, n: int) -> None:
+    """Undo `n` one-row appends without a snapshot, which is possible until the ring wraps."""
+    if n == 0:
+        return
+    if cache.offset > cache.max_size:
+        raise CanNotRewind("its rotating cache has overwritten the row that would be needed")
+    cache.trim(n)
+
+
 # How each class drops its last n rows. Exact classes: a subclass may hold state that this does not know.
 CUT: dict[type, Callable[[Any, int], None]] = {
     KVCache: _trim,
@@ -117,14 +126,14 @@ def receivers(caches: Sequence[Any], args: Sequence[Any]) -> frozenset[int]:
 # Snapshots -----------------------------------------------------------------------------------------------------------
 
 
-def snapshot(cache: Any, width: int) -> Any:
+def snapshot(cache: Any, width: int, plain: bool = False) -> Any:
     """What `restore` needs before an append of `width` rows: references, since appends replace what they refer to.
 
     Only a rotating cache that appends one row writes into its arrays in place; that needs references of its own,
     at the price of one copy of the window.
     """
     if type(cache) is CacheList:
-        return [snapshot(member, width) for member in cache.caches]
+        return [snapshot(member, width, plain) for member in cache.caches]
     if type(cache) is ArraysCache:
         return list(cache.cache)
     if type(cache) is ChunkedKVCache:  # a forward first drops old chunks, into arrays of its own
@@ -132,6 +141,8 @@ def snapshot(cache: Any, width: int) -> Any:
     if type(cache) is RotatingKVCache:
         keys, values = cache.keys, cache.values
         if width == 1 and keys is not None and values is not None:
+            if plain:
+                return None
             keys, values = keys[...], values[...]
         return keys, values, cache.offset, cache._idx
     return None
@@ -145,11 +156,18 @@ def restore(cache: Any, state: Any, n: int) -> None:
     elif type(cache) is ArraysCache:
         cache.cache = list(state)
     elif type(cache) is RotatingKVCache:
-        cache.keys, cache.values, cache.offset, cache._idx = state
+        if state is None:
+            _step_back(cache, n)
+        else:
+            cache.keys, cache.values, cache.offset, cache._idx = state
     elif type(cache) is ChunkedKVCache:
         cache.keys, cache.values, cache.offset, cache.start_position = state
     else:
         CUT[type(cache)](cache, n)
+
+
+class CanNotRewind(RuntimeError):
+    """A rotating cache whose ring was overwritten by a plain round, for which no snapshot is kept."""
 
 
 class Rewinder:
@@ -165,10 +183,14 @@ class Rewinder:
         self.layers = list(layers) if self.replayed else []
         self.marks: list[Mark] = []
 
-    def mark(self, start: int, width: int) -> Mark:
-        """Before a round of `width` rows behind `start` tokens. The last two rounds can be undone."""
-        mark = Mark(start, width, [snapshot(cache, width) for cache in self.caches])
-        self.marks = [*self.marks[-1:], mark]
+    def mark(self, start: int, width: int, plain: bool = False) -> Mark:
+        """Before a round of `width` rows behind `start` tokens. The last two rounds can be undone.
+
+        Args:
+            plain: without a draft a round is undone only after an interrupt, so nothing is copied for it.
+        """
+        mark = Mark(start, width, [snapshot(cache, width, plain) for cache in self.caches])
+        self.marks = [mark] if plain else [*self.marks[-1:], mark]
         return mark
 
     def watch(self, mark: Mark) -> list[tuple[nn.Module, Callable[..., Any]]]:
@@ -185,19 +207,16 @@ class Rewinder:
 
     def undo(self, start: int) -> None:
         """Undo the round behind `start` tokens that an exception broke off, cache by cache."""
-        if self.marks and self.marks[-1].start == start:
-            for cache, state in zip(self.caches, self.marks[-1].states, strict=True):
-                _drop_to(cache, state, start)
-        else:  # a plain round keeps no snapshot; caches of rows can be cut without one
-            for cache in self.caches:
-                if type(cache) in CUT and cache.offset > start:
-                    CUT[type(cache)](cache, cache.offset - start)
+        for cache, state in zip(self.caches, self.marks[-1].states, strict=True):
+            _drop_to(cache, state, start)
 
     def rewind(self, fed: int, length: int) -> None:
         """From `fed` tokens back to `length`, which must lie behind the start of the older mark; lazy."""
         if fed == length:
             return
         newest = self.marks[-1]
+        if newest.start + newest.width != fed:
+            raise RuntimeError(f"the last round ended at {newest.start + newest.width} tokens, not at {fed}")
         owner = next((mark for mark in reversed(self.marks) if mark.start < length), None)
         for i, cache in enumerate(self.caches):
             if i not in self.replayed:
@@ -219,7 +238,7 @@ def _drop_to(cache: Any, state: Any, length: int) -> None:
         for member, inner in zip(cache.caches, state, strict=True):
             _drop_to(member, inner, length)
     elif type(cache) in (ArraysCache, RotatingKVCache, ChunkedKVCache):
-        restore(cache, state, 0)
+        restore(cache, state, max(0, getattr(cache, "offset", 0) - length))
     elif cache.offset > length:
         CUT[type(cache)](cache, cache.offset - length)
 
@@ -230,7 +249,7 @@ def _go_back(cache: Any, newest: Mark, state: Any, fed: int, length: int) -> Non
         for member, inner in zip(cache.caches, state, strict=True):
             _go_back(member, newest, inner, fed, length)
     elif type(cache) in (RotatingKVCache, ChunkedKVCache) and length <= newest.start < fed:
-        restore(cache, state, 0)
+        restore(cache, state, fed - newest.start)
         CUT[type(cache)](cache, newest.start - length)
     else:
         CUT[type(cache)](cache, fed - length)

@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from ..errors import TargetError
+from ..errors import DFlashError, TargetError
 from .check import check, hidden
 from .intercept import Handler, intercept
 from .pinned import pinned_masks
@@ -55,15 +55,28 @@ class Target:
         """Rows of the embedding."""
         return self.embed_tokens.weight.shape[0]
 
-    def check_ids(self, ids: mx.array) -> None:
-        """Raise `ValueError` for a token id that the model has no row for: MLX would read outside the table."""
-        vocab = getattr(getattr(self.model, "args", None), "vocab_size", None)
+    def check_ids(self, ids: mx.array, what: str = "the prompt") -> None:
+        """Raise `DFlashError` for a token id that the model has no row for: MLX would read outside the table."""
+        args = getattr(self.model, "args", None)
+        text = getattr(args, "text_config", None)
+        vocab = getattr(args, "vocab_size", None) or (text.get("vocab_size") if isinstance(text, dict) else None)
         if isinstance(vocab, int) and (highest := cast(int, ids.max().item())) >= vocab:
-            raise ValueError(f"the prompt holds token id {highest}, the target's vocabulary ends at {vocab - 1}")
+            raise DFlashError(f"{what} holds token id {highest}, the target's vocabulary ends at {vocab - 1}")
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """mlx-lm's own cache for this model."""
         return make_prompt_cache(self.model, max_kv_size)
+
+    def check_quantizable(self, caches: Sequence[Any], group_size: int) -> None:
+        """Raise `DFlashError` where mlx-lm would fail once it starts to quantise these caches (`kv_bits`)."""
+        if any(type(cache) is RotatingKVCache for cache in caches):
+            raise DFlashError(f"kv_bits: target {self.name} has sliding-window caches, which mlx-lm can't quantise")
+        args = getattr(self.model, "args", None)
+        dims = {getattr(args, name, None) for name in ("head_dim", "v_head_dim")}
+        if wrong := [dim for dim in dims if isinstance(dim, int) and dim % group_size]:
+            raise DFlashError(
+                f"kv_group_size {group_size} does not divide the head dimension {wrong[0]} of {self.name}"
+            )
 
     def require_rewindable(self, caches: Sequence[Any]) -> None:
         """Raise `TargetError` naming the family unless every cache can be rewound.
@@ -86,11 +99,6 @@ class Target:
             self.model(mx.array([[0, 1]]), cache=fresh)
         if missing := [i for i, cache in enumerate(fresh) if recurrent(cache) and i not in owned]:
             raise self.refusal(f"no layer is given its recurrent cache {missing[0]}, so it can't be replayed")
-
-    def _refusal(self, why: str) -> TargetError:
-        return TargetError(
-            f"target {self.name}: {why}, so no draft can drive it; run it without one (--draft-model none)"
-        )
 
     def forward(
         self,
