@@ -89,8 +89,9 @@ def convert_draft(
     if dtype is not None and dtype not in DTYPES:
         raise DFlashError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     folder = fetch_draft(str(hf_path), revision)
+    stated = DraftConfig.from_file(folder / "config.json")
     tensors = read_headers(folder)
-    config, quantized = check_tensors(DraftConfig.from_file(folder / "config.json"), tensors, folder)
+    config, quantized = check_tensors(stated, tensors, folder)
     _check_options(hf_path, config, tensors, quantized, scheme, dtype, force, to_hf)
     result = Conversion(destination, config)
     writer = _Writer(tensors, quantized, None if to_hf else scheme, dtype, to_hf, result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +88,10 @@ def check_family(name: str, config: Mapping[str, Any]) -> None:
 
     family = config.get("model_type", "an unnamed model type")
     try:
-        model_class, args_class = _get_classes(dict(config))
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            model_class, args_class = _get_classes(dict(config))
+    except SystemExit:  # olmo's module asks for a package and leaves
+        raise TargetError(f"{name}: mlx-lm can't import {brief(family)}: {said.getvalue()}") from None
     except (ValueError, KeyError, TypeError, AttributeError):  # the last two: a type that is no name
         raise TargetError(f"{name}: mlx-lm has no model type {brief(family)}") from None
     known = families().get(model_class.__module__.rpartition(".")[2])

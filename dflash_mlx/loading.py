@@ -6,6 +6,8 @@ it says what it picked, or why it picked nothing.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,7 @@ from .target import Target
 
 AUTO, NONE = "auto", "none"
 CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer.json", "README.md")
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken", "*.model")
 DRAFT_FILES = ("*.json", "*.safetensors", "README.md")
 
 
@@ -61,9 +64,12 @@ class Plan:
             draft = load_draft_folder(self.draft_folder, draft_dtype or dtype, attn_implementation)
         folder = _target_folder(self.model, self.revision)
         ends = end_tokens(folder)
+        if not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
+            raise TargetError(f"{self.model}: no tokenizer in {folder}; copy the files of the original model there")
         try:
-            model, tokenizer = mlx_lm.load(str(folder), **options)[:2]
-        except Exception as error:  # mlx-lm and transformers take any file and raise what they like
+            with contextlib.redirect_stdout(sys.stderr):
+                model, tokenizer = mlx_lm.load(str(folder), **options)[:2]
+        except (Exception, SystemExit) as error:  # mlx-lm and transformers take any file and raise what they like
             what = f"{type(error).__name__}: {error}"
             raise TargetError(f"{self.model}: mlx-lm can't load it ({what})") from error
         if dtype is not None:

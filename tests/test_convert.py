@@ -212,7 +212,7 @@ def test_quantised_drafts_have_the_bits_they_say(tmp_path, bits, group_size, dty
     assert draft.config.quantization == {"bits": bits, "group_size": group_size, "mode": "affine"}
     assert draft.config.dtype == dtype
     error = relative_error(block_logits(tmp_path / "q"), block_logits(source))
-    assert 0 < error < {4: 0.5, 8: 0.03}[bits]
+    assert 0 < error < {4: 0.35, 8: 0.06 if dtype == "bfloat16" else 0.03}[bits]
     # 96 columns of down_proj in groups of 64 stay as they are; so does fc, always
     kept = ["fc.weight"] + [f"layers.{i}.mlp.down_proj.weight" for i in range(2) if group_size == 64]
     assert [name.split()[0] for name in result.kept] == kept
@@ -230,7 +230,7 @@ def test_modes_of_floating_point(tmp_path, mode, dtype):
     (bits,), (group_size,) = MODES[mode]
     assert (up.mode, up.bits, up.group_size) == (mode, bits, group_size)
     assert "biases" not in up
-    assert relative_error(block_logits(tmp_path / "q"), block_logits(source)) < {4: 0.6, 8: 0.2}[bits]
+    assert relative_error(block_logits(tmp_path / "q"), block_logits(source)) < {4: 0.45, 8: 0.15}[bits]
     convert_draft(tmp_path / "q", tmp_path / "hf", to_hf=True)
     back = tensors(tmp_path / "hf")
     assert {array.dtype for array in back.values()} == {DTYPES[dtype]}
@@ -311,7 +311,7 @@ def test_to_hf_dequantises_and_says_so(tmp_path, folder, cli):
     path = "layers.0.self_attn.q_proj"
     parts = [stored[f"{path}.{part}"] for part in ("weight", "scales", "biases")]
     assert mx.array_equal(back[f"{path}.weight"], mx.dequantize(*parts, 32, 8))
-    assert relative_error(block_logits(tmp_path / "hf"), block_logits(folder)) < 0.03
+    assert relative_error(block_logits(tmp_path / "hf"), block_logits(folder)) < 0.06
 
 
 def test_an_attention_bias_stays_with_its_matrix(tmp_path):

@@ -50,7 +50,8 @@ def brief(value: Any) -> str:
     shown = reprlib.Repr()
     shown.maxstring = shown.maxother = 80
     shown.maxlist = 16
-    return shown.repr(value)
+    text = shown.repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def is_number(value: Any, least: float = 0) -> bool:
