@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -42,6 +42,12 @@ class GenerationResponse(MlxLmResponse):
     """mlx-lm's response, one a token; `stats` is set on the last."""
 
     stats: GenerationStats | None = None
+
+    def top_logprobs(self, n: int) -> list[tuple[int, float]]:
+        """The target's `n` most likely tokens here and their log-probabilities, best first."""
+        best = mx.argsort(-self.logprobs.astype(mx.float32))[:n]
+        values = self.logprobs[best].astype(mx.float32)
+        return list(zip(cast(list[int], best.tolist()), cast(list[float], values.tolist()), strict=True))
 
 
 def generate_step(

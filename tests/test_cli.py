@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 
+import mlx.core as mx
 import pytest
+from mlx_lm.generate import generate_step as plain_step
 from scripted import plain_tokens
 
 from dflash_mlx import demo
@@ -222,3 +224,15 @@ def test_a_family_that_is_known_not_to_work_is_refused_before_it_loads(tmp_path,
     err = capsys.readouterr().err
     assert "nanbeige" in err
     assert "called 2 times" in err
+
+
+def test_json_gives_logprobs_of_the_target(demo_pair, capsys):
+    model, _, tokenizer = demo_pair
+    assert main([*GENERATE, "--json", "--logprobs", "3"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    plain = list(plain_step(mx.array(tokenizer.encode(demo.PROMPT)), model, max_tokens=24))
+    assert len(report["logprobs"]) == 24
+    for entry, token, (expected, logprobs) in zip(report["logprobs"], report["tokens"], plain, strict=True):
+        assert token == expected == entry["top"][0][0]
+        assert entry["logprob"] == pytest.approx(logprobs[token].item(), abs=1e-5)
+        assert [value for _, value in entry["top"]] == pytest.approx(sorted(logprobs.tolist())[:-4:-1], abs=1e-5)

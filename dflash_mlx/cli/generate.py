@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import secrets
 import sys
@@ -12,6 +13,7 @@ from .options import (
     add_generation_arguments,
     add_pair_arguments,
     add_prompt_arguments,
+    at_least,
     logits_processors,
     sampling_options,
 )
@@ -23,11 +25,25 @@ if TYPE_CHECKING:
     from ..loading import Plan
 
 
+@dataclasses.dataclass
+class Answer:
+    """What came out: `finish_reason` is mlx-lm's, or "interrupted"; `logprobs` one entry a token where asked for."""
+
+    tokens: list[int]
+    text: str
+    finish_reason: str
+    stats: GenerationStats
+    logprobs: list[dict[str, Any]]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser)
     add_prompt_arguments(parser)
     add_generation_arguments(parser)
     parser.add_argument("--check", action="store_true", help="decode again with plain mlx-lm and compare")
+    parser.add_argument(
+        "--logprobs", type=at_least(0), metavar="N", help="with --json: log-probabilities, and the N best"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead of streamed text")
     parser.add_argument("--verbose", "-v", action="store_true", help="show the rendered prompt and each round")
 
@@ -53,14 +69,14 @@ def run(args: argparse.Namespace) -> int:
         Target(model).check_ids(mx.array(list(args.logit_bias)), "--logit-bias")
     if args.verbose:
         print(f"prompt ({ids.shape[0]} tokens): {tokenizer.decode(ids.tolist())!r}", file=sys.stderr)
-    tokens, answer, finish, stats = _stream(args, model, draft, tokenizer, ids)
+    answer = _stream(args, model, draft, tokenizer, ids)
     verdict = None
-    if args.check and finish != "interrupted":
-        verdict = _check(args, model, tokenizer, ids, tokens)
+    if args.check and answer.finish_reason != "interrupted":
+        verdict = _check(args, model, tokenizer, ids, answer.tokens)
     if args.json:
-        print(json.dumps(_report(args, plan, answer, tokens, finish, stats, verdict)))
-    _summary(args, plan, stats, verdict)
-    if finish == "interrupted":
+        print(json.dumps(_report(args, plan, answer, verdict)))
+    _summary(args, plan, answer.stats, verdict)
+    if answer.finish_reason == "interrupted":
         return 130
     return 0 if verdict is None or verdict.identical or verdict.near_tie else 1
 
@@ -85,14 +101,13 @@ def load_pair(args: argparse.Namespace) -> tuple[Plan, Any, Any, Any]:
         )
 
 
-def _stream(
-    args: argparse.Namespace, model: Any, draft: Any, tokenizer: Any, ids: Any
-) -> tuple[list[int], str, str, GenerationStats]:
+def _stream(args: argparse.Namespace, model: Any, draft: Any, tokenizer: Any, ids: Any) -> Answer:
     """Generate and print; Ctrl-C ends the text and keeps what there is."""
     from ..decode import GenerationStats
     from ..generation import stream_generate
 
     tokens: list[int] = []
+    logprobs: list[dict[str, Any]] = []
     answer, finish, stats = "", "interrupted", GenerationStats(prompt_tokens=ids.shape[0])
     with progress_bar("prompt") as progress:
         responses = stream_generate(
@@ -118,13 +133,16 @@ def _stream(
                 tokens.append(response.token)
                 answer += response.text
                 finish = response.finish_reason or finish
+                if args.logprobs is not None:
+                    own = response.logprobs[response.token].item()
+                    logprobs.append({"logprob": own, "top": response.top_logprobs(args.logprobs)})
                 if not args.json:
                     print(response.text, end="", flush=True)
         except KeyboardInterrupt:
             responses.close()  # the summary says how far it came
     if not args.json:
         print(flush=True)
-    return tokens, answer, finish, stats
+    return Answer(tokens, answer, finish, stats, logprobs)
 
 
 def cache_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -159,24 +177,17 @@ def _check(args: argparse.Namespace, model: Any, tokenizer: Any, ids: Any, token
         )
 
 
-def _report(
-    args: argparse.Namespace,
-    plan: Plan,
-    answer: str,
-    tokens: list[int],
-    finish: str,
-    stats: GenerationStats,
-    verdict: Verdict | None,
-) -> dict[str, Any]:
+def _report(args: argparse.Namespace, plan: Plan, answer: Answer, verdict: Verdict | None) -> dict[str, Any]:
     return {
         "model": args.model,
         "draft_model": plan.draft,
         "notes": plan.notes,
-        "text": answer,
-        "tokens": tokens,
-        "finish_reason": finish,
-        "stats": stats.to_dict(),
+        "text": answer.text,
+        "tokens": answer.tokens,
+        "finish_reason": answer.finish_reason,
+        "stats": answer.stats.to_dict(),
         "check": verdict.to_dict() if verdict else None,
+        **({"logprobs": answer.logprobs} if args.logprobs is not None else {}),
     }
 
 
