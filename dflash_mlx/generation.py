@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache, wired_limit
@@ -33,6 +32,7 @@ from .decode.text import TextStream
 from .draft import DFlashDraftModel
 from .errors import DraftError
 from .fit import TargetFacts, check_fit
+from .prompt import as_ids, encode
 from .target import Target
 from .target.rewind import recurrent
 
@@ -267,33 +267,6 @@ def generate(
         print()
         print(response.stats.summary(), file=sys.stderr)
     return text
-
-
-def encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array:
-    """Token ids `[n]` of a prompt; special tokens are added unless the text already starts with the first."""
-    if isinstance(prompt, str):
-        bos = tokenizer.bos_token
-        prompt = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
-    return as_ids(prompt)
-
-
-def as_ids(prompt: Any) -> mx.array:
-    """Token ids `[n]` from an array or a sequence of whole numbers.
-
-    Raises `ValueError` when there are none, or they are no row of whole numbers.
-    """
-    if not isinstance(prompt, mx.array):
-        row = np.asarray(prompt)
-        if row.size and row.dtype.kind not in "iu":
-            raise ValueError(f"the prompt holds {row.dtype} values, expected token ids")
-        prompt = mx.array(row.astype(np.int64))
-    if prompt.ndim != 1 or prompt.shape[0] == 0:
-        raise ValueError(f"the prompt has shape {list(prompt.shape)}, expected at least one token in one row")
-    if not mx.issubdtype(prompt.dtype, mx.integer):
-        raise ValueError(f"the prompt holds {prompt.dtype} values, expected token ids")
-    if prompt.min().item() < 0 or prompt.max().item() >= 2**31:
-        raise ValueError("the prompt holds a number that is no token id")
-    return prompt.astype(mx.int32)
 
 
 def _block_size(drafter: Drafter | None, asked: int | None, stats: GenerationStats) -> int:

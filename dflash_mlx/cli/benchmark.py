@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
     from .. import benchmark
-    from ..generation import encode
+    from ..prompt import encode
     from .generate import load_pair
 
     plan, model, draft, tokenizer = load_pair(args)

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import DFlashError
-from ..generation import encode
+from ..prompt import encode
 
 
 def read_prompt(text: str) -> str:
