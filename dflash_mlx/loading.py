@@ -37,6 +37,7 @@ class Plan:
 
     Attributes:
         model: name of the target; draft: name of the draft, or None to decode plainly; block_size: the draft's.
+        auto: whether a draft that turns out damaged is left out instead of ending the load.
         notes: lines for the user: what was chosen and why.
     """
 
@@ -45,6 +46,7 @@ class Plan:
     draft: str | None = None
     draft_folder: Path | None = None
     block_size: int | None = None
+    auto: bool = False
     notes: list[str] = field(default_factory=list)
 
     def load(
@@ -59,9 +61,7 @@ class Plan:
                 f"--adapter-path {adapters}: no adapter_config.json there; give a folder of LoRA adapters"
             )
         dtype = mx.float32 if self.model == demo.NAME else None  # ties of bfloat16 would blur the comparison
-        draft = None
-        if self.draft_folder is not None:
-            draft = load_draft_folder(self.draft_folder, draft_dtype or dtype, attn_implementation)
+        draft = self._load_draft(draft_dtype or dtype, attn_implementation)
         folder = _target_folder(self.model, self.revision)
         ends = end_tokens(folder)
         if not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
@@ -79,6 +79,19 @@ class Plan:
             _check_on(model, draft.config, str(self.draft))
         return model, draft, tokenizer
 
+    def _load_draft(self, dtype: mx.Dtype | None, attn_implementation: str) -> DFlashDraftModel | None:
+        if self.draft_folder is None:
+            return None
+        try:
+            return load_draft_folder(self.draft_folder, dtype, attn_implementation)
+        except DraftError as error:
+            if not self.auto:
+                raise
+            self.draft = self.draft_folder = self.block_size = None
+            self.notes.append(f"no draft: {error}; decoding plainly")
+            warnings.warn(self.notes[-1], RuntimeWarning, stacklevel=2)
+            return None
+
 
 def plan(
     model: str, draft_model: str | None = AUTO, *, revision: str | None = None, draft_revision: str | None = None
@@ -92,7 +105,7 @@ def plan(
     Raises:
         DFlashError: the target can't be found, or an explicit draft can't be used with it.
     """
-    result = Plan(model, revision)
+    result = Plan(model, revision, auto=draft_model == AUTO)
     config_folder = (
         demo.TARGET
         if model == demo.NAME

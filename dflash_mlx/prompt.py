@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from .errors import DFlashError
+
 
 def encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array:
     """Token ids `[n]` of a prompt; special tokens are added unless the text already starts with the first."""
@@ -20,17 +22,17 @@ def encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array:
 def as_ids(prompt: Any) -> mx.array:
     """Token ids `[n]` from an array or a sequence of whole numbers.
 
-    Raises `ValueError` when there are none, or they are no row of whole numbers.
+    Raises `DFlashError` (a `ValueError`) when there are none, or they are no row of whole numbers.
     """
     if not isinstance(prompt, mx.array):
         row = np.asarray(prompt)
         if row.size and row.dtype.kind not in "iu":
-            raise ValueError(f"the prompt holds {row.dtype} values, expected token ids")
+            raise DFlashError(f"the prompt holds {row.dtype} values, expected token ids")
         prompt = mx.array(row.astype(np.int64))
     if prompt.ndim != 1 or prompt.shape[0] == 0:
-        raise ValueError(f"the prompt has shape {list(prompt.shape)}, expected at least one token in one row")
+        raise DFlashError(f"the prompt has shape {list(prompt.shape)}, expected at least one token in one row")
     if not mx.issubdtype(prompt.dtype, mx.integer):
-        raise ValueError(f"the prompt holds {prompt.dtype} values, expected token ids")
+        raise DFlashError(f"the prompt holds {prompt.dtype} values, expected token ids")
     if prompt.min().item() < 0 or prompt.max().item() >= 2**31:
-        raise ValueError("the prompt holds a number that is no token id")
+        raise DFlashError("the prompt holds a number that is no token id")
     return prompt.astype(mx.int32)

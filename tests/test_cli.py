@@ -236,3 +236,40 @@ def test_json_gives_logprobs_of_the_target(demo_pair, capsys):
         assert token == expected == entry["top"][0][0]
         assert entry["logprob"] == pytest.approx(logprobs[token].item(), abs=1e-5)
         assert [value for _, value in entry["top"]] == pytest.approx(sorted(logprobs.tolist())[:-4:-1], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--logit-bias", '{"-5000000": 5}'], "--logit-bias"),
+        (["--logit-bias", '{"99999": 5}'], "--logit-bias"),
+        (["--stop", ""], "--stop"),
+        (["--extra-eos-token", "<|nothing|>"], "<|nothing|>"),
+        (["--presence-penalty", "nan"], "--presence-penalty"),
+        (["--repetition-penalty", "0"], "--repetition-penalty"),
+        (["--chat-template-config", "[" * 5000], "--chat-template-config"),
+        (["--prompt", "caf\udce9"], "UTF-8"),
+        (["--kv-bits", "4", "--kv-group-size", "64"], "kv_group_size"),
+        (["--acceptance", "rejection", "--temp", "1", "--check"], "--check"),
+    ],
+)
+def test_decoding_flags_that_can_not_be_done_end_in_one_line(cli, flags, named):
+    done = cli(*GENERATE, *flags)
+    assert done.code != 0
+    assert not done.out
+    assert named in done.err
+    assert "Traceback" not in done.err
+
+
+def test_an_auto_draft_that_turns_out_damaged_is_left_out(tmp_path, monkeypatch):
+    from dflash_mlx import DraftError, demo, loading
+
+    def damaged(*args):
+        raise DraftError("fc.weight holds NaN")
+
+    monkeypatch.setattr(loading, "load_draft_folder", damaged)
+    with pytest.warns(RuntimeWarning, match="NaN"):
+        _, draft, _ = loading.load(demo.NAME)
+    assert draft is None
+    with pytest.raises(DraftError, match="NaN"):
+        loading.load(demo.NAME, draft_model=demo.NAME)

@@ -6,7 +6,14 @@ import argparse
 import sys
 from typing import Any
 
-from .options import add_generation_arguments, add_pair_arguments, json_object, logits_processors, sampling_options
+from .options import (
+    add_end_tokens,
+    add_generation_arguments,
+    add_pair_arguments,
+    json_object,
+    logits_processors,
+    sampling_options,
+)
 
 HELP = """/reset          start over
 /system TEXT    set the system message and start over (no TEXT: none)
@@ -26,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from .generate import load_pair
 
     plan, model, draft, tokenizer = load_pair(args)
-    for token in args.extra_eos_token:
-        tokenizer.add_eos_token(token)
+    add_end_tokens(tokenizer, args.extra_eos_token)
     chat = Chat(args, model, draft, tokenizer)
     print(f"{args.model} with draft {plan.draft or 'none'}; /help lists the commands", file=sys.stderr)
     while True:

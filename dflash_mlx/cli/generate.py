@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .options import (
+    add_end_tokens,
     add_generation_arguments,
     add_pair_arguments,
     add_prompt_arguments,
@@ -62,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
         args.seed = secrets.randbits(32)
         print(f"seed {args.seed}", file=sys.stderr)
     plan, model, draft, tokenizer = load_pair(args)
-    for token in args.extra_eos_token:
-        tokenizer.add_eos_token(token)
+    add_end_tokens(tokenizer, args.extra_eos_token)
     ids = render(tokenizer, text, args)
     if args.logit_bias:
         Target(model).check_ids(mx.array(list(args.logit_bias)), "--logit-bias")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
+
+from ..errors import DFlashError
 
 
 def at_least(minimum: float, kind: type = int) -> Any:
@@ -26,11 +29,27 @@ def json_object(text: str) -> dict[str, Any]:
     """An argparse type: a JSON object."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("expected a JSON object, e.g. '{\"enable_thinking\": false}'")
     return value
+
+
+def some_text(text: str) -> str:
+    """An argparse type: text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return text
+
+
+def add_end_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
+    """Let further tokens end the text. Raises `DFlashError` for one that the tokenizer does not know."""
+    for token in tokens:
+        known = token.isdigit() or token in tokenizer.get_vocab()
+        if not known:
+            raise DFlashError(f"--extra-eos-token {token}: the tokenizer has no such token")
+        tokenizer.add_eos_token(token)
 
 
 def within(low: float, high: float) -> Any:
@@ -100,11 +119,15 @@ def add_generation_arguments(parser: argparse.ArgumentParser, max_tokens: int = 
     group.add_argument("--top-k", type=at_least(0), default=0, help="sample from so many tokens, 0 is off (default)")
     group.add_argument("--xtc-probability", type=within(0, 1), default=0.0, help="how often XTC acts")
     group.add_argument("--xtc-threshold", type=within(0, 0.5), default=0.1, help="default: %(default)s")
-    group.add_argument("--repetition-penalty", type=at_least(0.0, float), help="divides logits of recent tokens")
-    group.add_argument("--presence-penalty", type=float, help="subtracted once from logits of recent tokens")
-    group.add_argument("--frequency-penalty", type=float, help="subtracted for each time a token came up")
+    group.add_argument("--repetition-penalty", type=at_least(0.01, float), help="divides logits of recent tokens")
+    group.add_argument(
+        "--presence-penalty", type=within(-100, 100), help="subtracted once from logits of recent tokens"
+    )
+    group.add_argument("--frequency-penalty", type=within(-100, 100), help="subtracted for each time a token came up")
     group.add_argument("--logit-bias", type=logit_bias, metavar="JSON", help="added to logits, e.g. '{\"42\": -100}'")
-    group.add_argument("--stop", action="append", default=[], help="a string that ends the text; may be repeated")
+    group.add_argument(
+        "--stop", action="append", default=[], type=some_text, help="a string that ends the text; may be repeated"
+    )
     group.add_argument("--extra-eos-token", nargs="+", default=(), help="further end tokens, as text or ids")
     group.add_argument(
         "--acceptance", choices=["match", "rejection"], default="match", help="how draft tokens are kept when sampling"

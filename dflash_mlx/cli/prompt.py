@@ -14,8 +14,12 @@ from ..prompt import encode
 
 def read_prompt(text: str) -> str:
     """The prompt itself; "-" is stdin. Raises `DFlashError` when it is empty."""
-    if text == "-":
-        text = sys.stdin.read()
+    try:
+        if text == "-":
+            text = sys.stdin.read()
+        text.encode("utf-8")
+    except UnicodeError:
+        raise DFlashError("the prompt is not valid UTF-8") from None
     if not text:
         raise DFlashError("the prompt is empty; give --prompt some text")
     return text
@@ -46,6 +50,4 @@ def render(tokenizer: Any, text: str, args: argparse.Namespace) -> mx.array:
                 f"the chat template refused the prompt: {error}; --ignore-chat-template skips it"
             ) from None
         ids = mx.array(tokenizer.encode(rendered, add_special_tokens=False), mx.int32)
-    if ids.shape[0] == 0:
-        raise DFlashError("the prompt has no tokens")
     return ids

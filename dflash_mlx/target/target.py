@@ -60,6 +60,8 @@ class Target:
         args = getattr(self.model, "args", None)
         text = getattr(args, "text_config", None)
         vocab = getattr(args, "vocab_size", None) or (text.get("vocab_size") if isinstance(text, dict) else None)
+        if (lowest := cast(int, ids.min().item())) < 0:
+            raise DFlashError(f"{what} holds token id {lowest}")
         if isinstance(vocab, int) and (highest := cast(int, ids.max().item())) >= vocab:
             raise DFlashError(f"{what} holds token id {highest}, the target's vocabulary ends at {vocab - 1}")
 
