@@ -226,3 +226,22 @@ def test_a_hybrid_grows_by_its_own_rows_only():
         if i in (400, 2000):
             base[i] = mx.get_active_memory()
     assert base[2000] - base[400] < 1.5 * 1600 * per_token + 300_000
+
+
+@pytest.mark.parametrize("family", ["qwen3", *HYBRIDS])
+@pytest.mark.parametrize("right", [0, 2, 4, 7])
+def test_an_end_token_anywhere_in_a_partly_accepted_block(family, right):
+    """The block is cut twice: what was rejected, then what was accepted behind the end token."""
+    model, prompt = make_target() if family == "qwen3" else make_hybrid(family), prompt_of(21)
+    truth = plain_tokens(model, prompt, 40)
+    for place in range(1, 18):
+        end = truth[place]
+        n = truth.index(end) + 1
+        cache = make_prompt_cache(model)
+        draft = ScriptedDrafter([*prompt, *truth], lambda i: right)
+        tokens, stats = decode(model, prompt, draft, end_tokens={end}, prompt_cache=cache)
+        assert tokens == truth[:n]
+        assert n == 1 + sum(stats.accepted) + stats.bonus
+        clean = make_prompt_cache(model)
+        Target(model).forward(mx.array([[*prompt, *tokens]]), clean)
+        same_state(cache, clean)

@@ -48,6 +48,7 @@ class Mark:
     width: int
     states: list[Any]
     calls: list[LayerCall] = field(default_factory=list)
+    kept: int = 0  # rows of it that the caches still hold
 
 
 # Trimming rows -------------------------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ class Rewinder:
         Args:
             plain: without a draft a round is undone only after an interrupt, so nothing is copied for it.
         """
-        mark = Mark(start, width, [snapshot(cache, width, plain) for cache in self.caches])
+        mark = Mark(start, width, [snapshot(cache, width, plain) for cache in self.caches], kept=width)
         self.marks = [mark] if plain else [*self.marks[-1:], mark]
         return mark
 
@@ -215,8 +216,8 @@ class Rewinder:
         if fed == length:
             return
         newest = self.marks[-1]
-        if newest.start + newest.width != fed:
-            raise RuntimeError(f"the last round ended at {newest.start + newest.width} tokens, not at {fed}")
+        if newest.start + newest.kept != fed:
+            raise RuntimeError(f"the last round ended at {newest.start + newest.kept} tokens, not at {fed}")
         owner = next((mark for mark in reversed(self.marks) if mark.start < length), None)
         for i, cache in enumerate(self.caches):
             if i not in self.replayed:
@@ -230,6 +231,7 @@ class Rewinder:
         if self.replayed and length != newest.start and owner is not None:
             for call in owner.calls:
                 call.replay(owner.width, length - owner.start)
+        newest.kept = length - newest.start  # below 0 nothing can follow but the end of the request
 
 
 def _drop_to(cache: Any, state: Any, length: int) -> None:
