@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CONFIG_FILES = ("config.json", "generation_config.json", "README.md")
+CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer.json", "README.md")
 PATH_LIKE = re.compile(r"[./~]|[A-Za-z]:[\\/]|.*\\|.*/.*/")  # matched at the start; a repo is `name` or `org/name`
 
 

@@ -26,7 +26,6 @@ from .fit import TargetFacts, check_family, check_fit, check_special_tokens, ref
 from .target import Target
 
 AUTO, NONE = "auto", "none"
-CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer.json", "README.md")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken", "*.model")
 DRAFT_FILES = ("*.json", "*.safetensors", "README.md")
 
@@ -109,7 +108,7 @@ def plan(
     config_folder = (
         demo.TARGET
         if model == demo.NAME
-        else hub.fetch(model, revision=revision, allow_patterns=CONFIG_FILES, what="target")
+        else hub.fetch(model, revision=revision, allow_patterns=hub.CONFIG_FILES, what="target")
     )
     config = read_config(config_folder, model)
     refuse_draft_as_target(model, config)
@@ -228,7 +227,7 @@ def _take(result: Plan, name: str, revision: str | None, target_folder: Path, co
     """Use this draft or raise: its config against the target's first, then the family, then its tensors."""
     facts = TargetFacts.from_config(result.model, config)
     if name != demo.NAME:
-        folder = hub.fetch(name, revision=revision, allow_patterns=CONFIG_FILES, what="draft")
+        folder = hub.fetch(name, revision=revision, allow_patterns=hub.CONFIG_FILES, what="draft")
         check_fit(DraftConfig.from_file(folder / "config.json"), facts, name)
         check_special_tokens(folder, target_folder, name)
     check_family(result.model, config)

@@ -139,10 +139,7 @@ class Session:
         rejected = flight.width - len(tokens)
         logprobs = flight.logprobs
         with mx.stream(self.stream):
-            self.changing = True
-            self.rewinder.rewind(self.fed, self.fed - rejected)
-            self.fed -= rejected
-            self.changing = False
+            self._rewind_to(self.fed - rejected)
             if rejected:
                 # Rows of their own, or a caller that keeps one keeps the whole block of log-probabilities.
                 logprobs = mx.take(logprobs, mx.arange(len(tokens)), axis=0)
@@ -292,10 +289,7 @@ class Session:
                 self.quantize(self.target_cache)
                 if self.drafter and taps is not None:
                     self.pending.append((self.drafter.context(taps), 1))
-            self.changing = True
-            self.rewinder.rewind(self.fed, length)
-            self.fed = length
-            self.changing = False
+            self._rewind_to(length)
             if self.drafter and self.draft_cache:
                 missing = length - self.draft_cache[0].offset
                 context = self._take_pending()
@@ -303,6 +297,12 @@ class Session:
                     self.drafter.extend(context[:, :missing], self.draft_cache)
                 align(self.draft_cache, length)
             mx.async_eval([cache.state for cache in (*self.target_cache, *self.draft_cache)])
+
+    def _rewind_to(self, length: int) -> None:
+        self.changing = True
+        self.rewinder.rewind(self.fed, length)
+        self.fed = length
+        self.changing = False
 
     def _take_pending(self) -> mx.array | None:
         pending, self.pending = [rows[:, :count] for rows, count in self.pending], []
