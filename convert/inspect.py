@@ -10,7 +10,8 @@ from typing import Any
 
 from dflash_mlx import demo, hub
 from dflash_mlx.draft.config import DraftConfig, read_json
-from dflash_mlx.draft.weights import Quantized, TensorInfo, check_tensors, read_headers
+from dflash_mlx.draft.headers import TensorInfo, check_folder, read_headers
+from dflash_mlx.draft.weights import Quantized, check_tensors
 from dflash_mlx.errors import DraftError
 
 # Tensor names that give a layout away, most telling first.
@@ -85,6 +86,7 @@ def inspect_draft(path_or_repo: str | Path, *, revision: str | None = None) -> I
 def _headers(source: str, revision: str | None) -> tuple[Path, Mapping[str, TensorInfo]]:
     local = demo.DRAFT if source == demo.NAME else Path(source).expanduser()
     if local.is_dir():
+        check_folder(local)
         return local, read_headers(local)
     folder = hub.fetch(source, revision=revision, allow_patterns=["config.json", "README.md"], what="draft")
     return folder, hub.remote_headers(source, revision)

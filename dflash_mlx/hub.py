@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .errors import DFlashError
 
 if TYPE_CHECKING:
-    from .draft.weights import TensorInfo
+    from .draft.headers import TensorInfo
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def peek_config(name: str, revision: str | None = None, *, what: str = "model") 
 
 def remote_headers(name: str, revision: str | None = None, *, what: str = "draft") -> dict[str, TensorInfo]:
     """Every tensor of a repo, by range requests for the headers of its safetensors files; raises as `fetch`."""
-    from .draft.weights import TensorInfo
+    from .draft.headers import TensorInfo
 
     def read() -> dict[str, TensorInfo]:
         from huggingface_hub import HfApi

@@ -174,7 +174,7 @@ DRAFTS: dict[str, tuple[Callable[[Pair], Any], tuple[str, ...]]] = {
     "no weights": (lambda p: (p.draft / FILE).unlink(), ("no safetensors file",)),
     "weights of PyTorch": (
         lambda p: (p.draft / FILE).rename(p.draft / "pytorch_model.bin"),
-        ("no safetensors file", "pytorch_model.bin, which is not read yet"),
+        ("pytorch_model.bin: ",),
     ),
     "data cut short": (lambda p: truncated(p, 100_000), (FILE, "cut short: 100000 bytes", "download it again")),
     "header cut short": (lambda p: truncated(p, 50), (FILE, "not a safetensors file, or cut short (50 bytes)")),

@@ -7,12 +7,10 @@ before anything heavy is read. Knows z-lab's layout and its MLX-quantised form; 
 from __future__ import annotations
 
 import itertools
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 from mlx import nn
@@ -20,16 +18,11 @@ from mlx.utils import tree_flatten
 
 from ..errors import DraftError
 from .config import DraftConfig
-from .fields import brief, read_json
+from .fields import brief
+from .headers import FLOATS, TensorInfo, check_folder, load_file, read_headers, weight_files
 from .model import DFlashDraftModel
 
-MAX_HEADER = 100 * 2**20  # the format's own limit
-FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 PACKED = ("U32", "U8")  # quantised matrices, and the scales of mxfp4 and its like
-ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-}  # fmt: skip
 
 # MLX's quantisation modes -> their bits and group sizes; the first of each is mlx-lm's default
 MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -55,96 +48,6 @@ FOREIGN_TENSORS = {
     "lm_head.": "a draft with its own head: this layout is not read yet",
     "embed_tokens.": "a draft with its own embedding, or a target: neither is read as a draft",
 }
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor by its header: dtype as safetensors spells it, shape, and where it lies."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-
-    @property
-    def nbytes(self) -> int:
-        size = ITEM_BYTES.get(self.dtype, 0)
-        for n in self.shape:
-            size *= n
-        return size
-
-
-def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a folder, from the headers only.
-
-    Raises `DraftError` when a file is missing, truncated, malformed, or the index names files elsewhere.
-    """
-    tensors: dict[str, TensorInfo] = {}
-    for file in weight_files(folder):
-        for name, info in _file_header(file).items():
-            if name in tensors:
-                raise DraftError(f"{file}: tensor {name} is also in {tensors[name].file.name}")
-            tensors[name] = info
-    return tensors
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up a checkpoint."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        if not names or not all(isinstance(n, str) and n and Path(n).name == n for n in names):
-            raise DraftError(f"{index}: weight_map must name files of this folder, found {brief(weight_map)}")
-        files = [folder / name for name in sorted(set(names))]
-        for file in files:
-            if not file.is_file():
-                raise DraftError(f"{file}: named by {index.name} but missing; download the draft again")
-        return files
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        found = f"; it holds {', '.join(others)}, which is not read yet" if others else ""
-        raise DraftError(f"{folder}: no safetensors file{found}")
-    return files
-
-
-def _file_header(file: Path) -> dict[str, TensorInfo]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(MAX_HEADER, size - 8):
-            raise DraftError(f"{file}: not a safetensors file, or cut short ({size} bytes)")
-        try:
-            header = json.loads(stream.read(length))
-        except (ValueError, RecursionError):
-            header = None
-    if not isinstance(header, dict):
-        raise DraftError(f"{file}: not a safetensors file (its header is no JSON object)")
-    tensors, end = {}, 0
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        info, begin, stop = _header_entry(file, name, entry)
-        if info.dtype in ITEM_BYTES and stop - begin != info.nbytes:
-            raise DraftError(
-                f"{file}: {name} has {stop - begin} bytes, its shape {list(info.shape)} needs {info.nbytes}"
-            )
-        tensors[name], end = info, max(end, stop)
-    if 8 + length + end > size:
-        raise DraftError(f"{file}: cut short: {size} bytes, {8 + length + end} expected; download it again")
-    return tensors
-
-
-def _header_entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
-    """One tensor of a header, and where its bytes begin and stop."""
-    try:
-        dtype, shape, (begin, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    except (KeyError, TypeError, ValueError):
-        dtype = None
-    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, stop)) or begin > stop:
-        raise DraftError(f"{file}: malformed header entry for {brief(name)}: {brief(entry)}")
-    return TensorInfo(dtype, shape, file), begin, stop
 
 
 def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -268,21 +171,11 @@ def load_draft_folder(
     return model
 
 
-def load_file(file: Path) -> dict[str, mx.array]:
-    """The tensors of one file; their data is read when it is evaluated.
-
-    Raises `DraftError` for a file that MLX does not take although its header looks right.
-    """
-    try:
-        return cast(dict[str, mx.array], mx.load(str(file)))
-    except (RuntimeError, ValueError) as error:
-        raise DraftError(f"{file}: MLX can't read it ({error})") from None
-
-
 def check_draft_folder(folder: Path) -> tuple[DraftConfig, dict[str, Quantized]]:
     """Config and quantised modules of a folder, by config and headers only."""
     if not folder.is_dir():
         raise DraftError(f"{folder}: no such folder")
+    check_folder(folder)
     config = DraftConfig.from_file(folder / "config.json")
     return check_tensors(config, read_headers(folder), folder)
 
