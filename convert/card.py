@@ -63,7 +63,7 @@ def write_card(folder: Path, source: str, revision: str | None, source_folder: P
         link="." if local else f"https://huggingface.co/{source}",
         revision=f" at revision {revision}" if revision else "",
         what=f"quantised to {quantization['bits']} bits" if quantization else f"in {config.dtype or 'its own dtype'}",
-        block=config.block_size,
+        block=config.widest_block,
         licence=licence or "not stated by the source; ask its authors before you pass it on",
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")

@@ -1,4 +1,4 @@
-"""Convert a draft: z-lab's layout to MLX (optionally quantised) and back.
+"""Convert a draft: any published layout to z-lab's names, for MLX (optionally quantised) or for PyTorch.
 
 Tensors stream through, one output file at a time; the result appears whole or not at all. Knows files and
 tensors; the draft's facts and checks are `dflash_mlx.draft`'s.
@@ -18,14 +18,19 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.draft.config import DraftConfig
-from dflash_mlx.draft.headers import FLOATS, TensorInfo, check_folder, load_file, read_headers
-from dflash_mlx.draft.weights import MODES, Quantized, check_tensors, refuse_non_finite
+from dflash_mlx.draft.headers import FLOATS, TensorInfo, check_folder, read_headers
+from dflash_mlx.draft.weights import MODES, Layout, Quantized, check_tensors, make, refuse_bad_ids, refuse_non_finite
 from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.loading import fetch_draft
 
 from .card import check_repo_name, upload, write_card
 
 SHARD_BYTES = 5 * 10**9  # of the source; mlx-lm's own limit
+KEPT = {  # matrices that are never quantised, and why
+    "fc.weight": "reads the target's raw hidden states",
+    "embed_tokens.weight": "looked up by rows, so its size costs no time",
+    "lm_head.weight": "picks the tokens",
+}
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
@@ -60,10 +65,10 @@ def convert_draft(
     """Convert a draft.
 
     Args:
-        hf_path: a repo of the hub or a local folder, in z-lab's layout or already in MLX's.
+        hf_path: a repo of the hub or a local folder, in any layout that loads.
         mlx_path: folder to write; must not exist.
-        quantize, q_bits, q_group_size, q_mode: quantise the matrices of attention and MLP. Norms and `fc` keep
-            their dtype; matrices whose columns the group size does not divide are kept and listed.
+        quantize, q_bits, q_group_size, q_mode: quantise the matrices of attention and MLP. Norms, `fc`, and
+            an embedding and a head of the draft's own keep their dtype; matrices whose columns the group size does not divide are kept and listed.
         dtype: "bfloat16", "float16" or "float32" for what is not quantised; default: as in the source.
         force: allow float16 for a bfloat16 draft, which is known to overflow.
         to_hf: write the PyTorch layout; quantised matrices are dequantised.
@@ -82,13 +87,12 @@ def convert_draft(
         raise DFlashError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     folder = fetch_draft(str(hf_path), revision)
     check_folder(folder)
-    stated = DraftConfig.from_file(folder / "config.json")
     tensors = read_headers(folder)
-    config, quantized = check_tensors(stated, tensors, folder)
-    _check_options(hf_path, config, tensors, quantized, scheme, dtype, force, to_hf)
-    result = Conversion(destination, config)
-    writer = _Writer(tensors, quantized, None if to_hf else scheme, dtype, to_hf, result)
-    result.config = _new_config(config, quantized, scheme, dtype, to_hf)
+    layout = check_tensors(DraftConfig.from_file(folder / "config.json"), tensors, folder)
+    _check_options(hf_path, layout, scheme, dtype, force, to_hf)
+    config = _new_config(layout, scheme, dtype, to_hf)
+    result = Conversion(destination, config, notes=[f"{name} left out: {why}" for name, why in layout.unused.items()])
+    writer = _Writer(tensors, layout, None if to_hf else scheme, dtype, to_hf, result)
     with _whole(destination) as temporary:
         writer.write(temporary, progress)
         (temporary / "config.json").write_text(json.dumps(result.config.to_dict(), indent=4) + "\n")
@@ -141,22 +145,18 @@ def _scheme(quantize: bool, bits: int | None, group_size: int | None, mode: str)
 
 
 def _check_options(
-    source: object,
-    config: DraftConfig,
-    tensors: Mapping[str, TensorInfo],
-    quantized: Mapping[str, Quantized],
-    scheme: Quantized | None,
-    dtype: str | None,
-    force: bool,
-    to_hf: bool,
+    source: object, layout: Layout, scheme: Quantized | None, dtype: str | None, force: bool, to_hf: bool
 ) -> None:
+    config, quantized, recipes = layout.config, layout.quantized, layout.recipes
     if quantized and scheme:
         raise DraftError(f"{source} is quantised already; quantise the original, a second time only loses precision")
     if to_hf and scheme:
         raise DFlashError("--to-hf writes unquantised weights; leave out -q")
     if quantized and dtype and not to_hf:
         raise DFlashError("--dtype can't change a quantised draft; convert the original")
-    wide = config.dtype in ("bfloat16", "float32") or any(t.dtype in ("BF16", "F32") for t in tensors.values())
+    wide = config.dtype in ("bfloat16", "float32") or any(
+        recipe.dtype in ("BF16", "F32") for recipe in recipes.values()
+    )
     if dtype == "float16" and wide and not force:
         raise DFlashError(
             "--dtype float16 overflows in DFlash drafts and makes acceptance 0 without a message; "
@@ -164,13 +164,11 @@ def _check_options(
         )
 
 
-def _new_config(
-    config: DraftConfig, quantized: Mapping[str, Quantized], scheme: Quantized | None, dtype: str | None, to_hf: bool
-) -> DraftConfig:
-    quantization = config.quantization if quantized and not to_hf else None
+def _new_config(layout: Layout, scheme: Quantized | None, dtype: str | None, to_hf: bool) -> DraftConfig:
+    quantization = layout.config.quantization if layout.quantized and not to_hf else None
     if scheme:
         quantization = vars(scheme)
-    return replace(config, dtype=dtype or config.dtype, quantization=quantization)
+    return replace(layout.config, dtype=dtype or layout.config.dtype, quantization=quantization)
 
 
 @dataclass
@@ -178,7 +176,7 @@ class _Writer:
     """Streams tensors from source files to output files, about one file's worth in memory."""
 
     tensors: Mapping[str, TensorInfo]
-    quantized: Mapping[str, Quantized]
+    layout: Layout
     scheme: Quantized | None
     dtype: str | None
     to_hf: bool
@@ -186,7 +184,7 @@ class _Writer:
 
     def write(self, folder: Path, progress: Callable[[int, int], None]) -> None:
         groups = list(self._groups())
-        total, done = sum(t.nbytes for t in self.tensors.values()), 0
+        total, done = sum(recipe.nbytes for recipe in self.layout.recipes.values()), 0
         index: dict[str, str] = {}
         for i, names in enumerate(groups, 1):
             file = "model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
@@ -198,7 +196,7 @@ class _Writer:
             index.update(dict.fromkeys(arrays, file))
             self.result.tensors += len(arrays)
             self.result.nbytes += sum(array.nbytes for array in arrays.values())
-            done += sum(self.tensors[name].nbytes for name in names)
+            done += sum(self.layout.recipes[name].nbytes for name in names)
             del arrays
             mx.clear_cache()
             progress(done, total)
@@ -207,16 +205,16 @@ class _Writer:
             (folder / "model.safetensors.index.json").write_text(json.dumps(meta, indent=4) + "\n")
 
     def _groups(self) -> Iterator[list[str]]:
-        """Source tensors by output file; the parts of a quantised matrix stay together."""
+        """Names by output file; the parts of a quantised matrix stay together."""
 
         def module(name: str) -> str:
             return name.rpartition(".")[0]
 
         group: list[str] = []
         size = 0
-        for _, parts in itertools.groupby(sorted(self.tensors, key=module), module):
+        for _, parts in itertools.groupby(sorted(self.layout.recipes, key=module), module):
             names = sorted(parts)
-            more = sum(self.tensors[name].nbytes for name in names)
+            more = sum(self.layout.recipes[name].nbytes for name in names)
             if group and size + more > SHARD_BYTES:
                 yield group
                 group, size = [], 0
@@ -225,13 +223,14 @@ class _Writer:
         yield group
 
     def _convert(self, names: list[str]) -> dict[str, mx.array]:
-        sources = {file: load_file(file) for file in {self.tensors[name].file for name in names}}  # lazy
-        arrays = {name: sources[self.tensors[name].file][name] for name in names}
-        refuse_non_finite(arrays, self.tensors[names[0]].file.parent)
+        arrays = make(names, self.layout.recipes, self.tensors)  # lazy
+        folder = self.layout.recipes[names[0]].file.parent
+        refuse_non_finite(arrays, folder)
+        refuse_bad_ids(arrays, self.layout.config, folder)
         out: dict[str, mx.array] = {}
         for name, array in arrays.items():
             path, _, kind = name.rpartition(".")
-            if path in self.quantized:
+            if path in self.layout.quantized:
                 if not self.to_hf:
                     out[name] = array
                 elif kind == "weight":
@@ -248,11 +247,11 @@ class _Writer:
 
     def _quantizable(self, name: str) -> bool:
         assert self.scheme is not None
-        shape = self.tensors[name].shape
+        shape = self.layout.recipes[name].shape
         if len(shape) != 2:
             return False
-        if name == "fc.weight":
-            self.result.kept.append("fc.weight (reads the target's raw hidden states)")
+        if why := KEPT.get(name):
+            self.result.kept.append(f"{name} ({why})")
             return False
         if shape[1] % self.scheme.group_size:
             self.result.kept.append(f"{name} ({shape[1]} columns, no multiple of {self.scheme.group_size})")
@@ -260,14 +259,14 @@ class _Writer:
         return True
 
     def _dequantized(self, path: str, arrays: Mapping[str, mx.array]) -> mx.array:
-        how = self.quantized[path]
+        how = self.layout.quantized[path]
         weight = mx.dequantize(
             arrays[f"{path}.weight"], arrays[f"{path}.scales"], arrays.get(f"{path}.biases"),
             how.group_size, how.bits, mode=how.mode,
         )  # fmt: skip
         self.result.notes.append(f"{path} dequantised from {how.bits} bits")
-        own = FLOATS[self.tensors["norm.weight"].dtype]  # mxfp4 and its like don't keep it
+        own = FLOATS[self.layout.recipes["norm.weight"].dtype]  # mxfp4 and its like don't keep it
         return self._cast(weight.astype(own))
 
     def _cast(self, array: mx.array) -> mx.array:
-        return array.astype(DTYPES[self.dtype]) if self.dtype else array
+        return array.astype(DTYPES[self.dtype]) if self.dtype and mx.issubdtype(array.dtype, mx.floating) else array

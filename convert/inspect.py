@@ -18,7 +18,8 @@ from dflash_mlx.errors import DraftError
 KINDS = {
     "candidate_selector.": "DFlash 2 draft",
     "markov_head.": "DSpark draft",
-    "encoder.": "Muse assistant draft",
+    "encoder.output_norm_enc.": "DFlash draft in the layout of Meta's Muse assistant",
+    "aux_hidden_norms.": "DFlash draft in the layout of poolside's Laguna",
     "hidden_norm.": "DFlash draft",
     "embed_tokens.": "target, or a draft with its own embedding",
 }
@@ -60,7 +61,7 @@ def inspect_draft(path_or_repo: str | Path, *, revision: str | None = None) -> I
     problem = None
     try:
         config = DraftConfig.from_dict(raw, str(folder / "config.json"))
-        config, quantized = check_tensors(config, tensors, folder)
+        config, quantized, *_ = check_tensors(config, tensors, folder)
     except DraftError as error:
         problem = str(error)
     census: dict[str, Counter] = {}
@@ -103,7 +104,7 @@ def _fits(config: DraftConfig | None, raw: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     base = raw.get("base_model") or raw.get("target_model_name_or_path")
     return {
-        "hidden_size": config.target_hidden_size or config.hidden_size,
+        "hidden_size": config.tap_size,
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.num_target_layers or f"more than {max(config.target_layer_ids)}",
         "base_model": base if isinstance(base, str) else None,

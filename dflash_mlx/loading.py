@@ -168,7 +168,7 @@ def load_draft(
     name = str(path_or_repo)
     folder = fetch_draft(name, revision)
     if target is not None:
-        _check_on(target, check_draft_folder(folder)[0], name)
+        _check_on(target, check_draft_folder(folder).config, name)
     return load_draft_folder(folder, dtype, attn_implementation)
 
 
@@ -234,9 +234,9 @@ def _take(result: Plan, name: str, revision: str | None, target_folder: Path, co
         check_special_tokens(folder, target_folder, name)
     check_family(result.model, config)
     folder = fetch_draft(name, revision)
-    draft_config, _ = check_draft_folder(folder)
+    draft_config = check_draft_folder(folder).config
     check_fit(draft_config, facts, name)
-    result.draft, result.draft_folder, result.block_size = name, folder, draft_config.block_size
+    result.draft, result.draft_folder, result.block_size = name, folder, draft_config.widest_block
 
 
 def _check_on(model: nn.Module, config: DraftConfig, name: str) -> None:
