@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_mlx import demo
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.loading import SUBFOLDER
 
 if TYPE_CHECKING:
     from .convert import Conversion
@@ -32,6 +33,8 @@ def source_metadata(folder: Path, notes: list[str]) -> dict[str, Any]:
     from yaml import YAMLError
 
     readme = folder / "README.md"
+    if folder.name == SUBFOLDER and not readme.is_file() and (folder.parent / "config.json").is_file():
+        readme = folder.parent / "README.md"  # the repo's, target and draft alike
     try:
         return (metadata_load(readme) or {}) if readme.is_file() else {}
     except (ValueError, YAMLError):

@@ -67,8 +67,9 @@ def convert_draft(
     Args:
         hf_path: a repo of the hub or a local folder, in any layout that loads.
         mlx_path: folder to write; must not exist.
-        quantize, q_bits, q_group_size, q_mode: quantise the matrices of attention and MLP. Norms, `fc`, and
-            an embedding and a head of the draft's own keep their dtype; matrices whose columns the group size does not divide are kept and listed.
+        quantize, q_bits, q_group_size, q_mode: quantise the matrices of attention and MLP. Norms, `fc`, and an
+            embedding and a head of the draft's own keep their dtype; matrices whose columns the group size does not
+            divide are kept and listed.
         dtype: "bfloat16", "float16" or "float32" for what is not quantised; default: as in the source.
         force: allow float16 for a bfloat16 draft, which is known to overflow.
         to_hf: write the PyTorch layout; quantised matrices are dequantised.
@@ -87,8 +88,9 @@ def convert_draft(
         raise DFlashError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     folder = fetch_draft(str(hf_path), revision)
     check_folder(folder)
+    stated = DraftConfig.from_file(folder / "config.json")
     tensors = read_headers(folder)
-    layout = check_tensors(DraftConfig.from_file(folder / "config.json"), tensors, folder)
+    layout = check_tensors(stated, tensors, folder)
     _check_options(hf_path, layout, scheme, dtype, force, to_hf)
     config = _new_config(layout, scheme, dtype, to_hf)
     result = Conversion(destination, config, notes=[f"{name} left out: {why}" for name, why in layout.unused.items()])

@@ -13,6 +13,7 @@ from dflash_mlx.draft.config import DraftConfig, read_json
 from dflash_mlx.draft.headers import TensorInfo, check_folder, read_headers
 from dflash_mlx.draft.weights import Quantized, check_tensors
 from dflash_mlx.errors import DraftError
+from dflash_mlx.loading import SUBFOLDER, peek_draft
 
 # Tensor names that give a layout away, most telling first.
 KINDS = {
@@ -85,12 +86,11 @@ def inspect_draft(path_or_repo: str | Path, *, revision: str | None = None) -> I
 
 
 def _headers(source: str, revision: str | None) -> tuple[Path, Mapping[str, TensorInfo]]:
-    local = demo.DRAFT if source == demo.NAME else Path(source).expanduser()
-    if local.is_dir():
-        check_folder(local)
-        return local, read_headers(local)
-    folder = hub.fetch(source, revision=revision, allow_patterns=["config.json", "README.md"], what="draft")
-    return folder, hub.remote_headers(source, revision)
+    folder = demo.DRAFT if source == demo.NAME else peek_draft(source, revision)
+    if source == demo.NAME or Path(source).expanduser().is_dir():
+        check_folder(folder)
+        return folder, read_headers(folder)
+    return folder, hub.remote_headers(source, revision, SUBFOLDER if folder.name == SUBFOLDER else None)
 
 
 def _kind(raw: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:

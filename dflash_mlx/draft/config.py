@@ -220,7 +220,7 @@ class DraftConfig:
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 config[name] = getattr(self, name)
-        usual = {"partial_rotary_factor": 1.0, "is_neox_style": True}
+        usual: dict[str, Any] = {"partial_rotary_factor": 1.0, "is_neox_style": True}
         config.update({name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value})
         if self.sliding_rope is not None:
             config["swa_rope_parameters"] = self.sliding_rope.to_dict()

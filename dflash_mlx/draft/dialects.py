@@ -14,6 +14,10 @@ from ..errors import DraftError
 from .fields import Fields, brief
 
 Config = dict[str, Any]
+SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "rms_norm_eps",
+)  # fmt: skip
 PASSED_ON = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # facts of DFlash 2
 
 
@@ -104,10 +108,9 @@ def _proposed(read: Fields) -> int:
 
 # What a DeepSpec config says of the draft; the rest is a copy of the target's.
 DEEPSPEC = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "vocab_size", "rms_norm_eps", "hidden_act", "attention_bias", "max_position_embeddings", "rope_theta", "layer_types",
-    "sliding_window", "num_target_layers", "markov_rank", "enable_confidence_head", "dtype", "torch_dtype",
-    "quantization", "quantization_config",
+    *SIZES, "hidden_act", "attention_bias", "max_position_embeddings", "rope_theta", "layer_types", "sliding_window",
+    "num_target_layers", "markov_rank", "enable_confidence_head", "dtype", "torch_dtype", "quantization",
+    "quantization_config",
 )  # fmt: skip
 
 
@@ -178,27 +181,8 @@ DIALECTS = (
     Dialect(
         lambda config: "transformer_layer_config" in config or "speculators_model_type" in config,
         _speculators,
-        {
-            **{
-                name: f"transformer_layer_config.{name}"
-                for name in (
-                    "hidden_size",
-                    "num_hidden_layers",
-                    "num_attention_heads",
-                    "num_key_value_heads",
-                    "head_dim",
-                    "intermediate_size",
-                    "vocab_size",
-                    "rms_norm_eps",
-                    "hidden_act",
-                    "layer_types",
-                    "sliding_window",
-                    "rope_theta",
-                )
-            },
-            "target_layer_ids": "aux_hidden_state_layer_ids",
-        },
-    ),  # fmt: skip
+        {name: f"transformer_layer_config.{name}" for name in (*SIZES, "hidden_act", "layer_types", "sliding_window")},
+    ),
     Dialect(lambda config: "markov_rank" in config and "target_layer_ids" in config, _deepspec),
     Dialect(lambda config: config.get("model_type") == "muse_glimmer_assistant", _muse),
     Dialect(lambda config: config.get("model_type") == "laguna" and bool(config.get("dflash_config")), _laguna),

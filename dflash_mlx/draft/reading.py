@@ -47,8 +47,8 @@ def refuse_foreign(read: Fields) -> None:
             "a target goes to --model"
         )
     if (projector := read.get("projector_type", default=None)) not in (None, "dflash", "linear"):
-        what = PROJECTORS.get(projector) if isinstance(projector, str) else None
-        raise read.error("projector_type", what or f"{brief(projector)} is not supported")
+        known = PROJECTORS.get(projector) if isinstance(projector, str) else None
+        raise read.error("projector_type", known or f"{brief(projector)} is not supported")
     if (rank := read.get("markov_rank", default=None)) not in (None, 0) or read.flag("enable_confidence_head"):
         what = "enable_confidence_head" if rank in (None, 0) else "markov_rank"
         raise read.error(what, f"{brief(rank or True)}: a DSpark draft, which is not supported")

@@ -187,8 +187,8 @@ def _split_gated(config: DraftConfig, recipes: Recipes, folder: Path) -> tuple[D
     }
     if not gated and config.offset_norms is None:
         raise DraftError(
-            f"{folder / 'config.json'}: use_gemma_norm: missing; model_type is Qwen3.5's but q_proj has no gate, so whether "
-            "norms are stored as offsets can't be told: set it to true if they are, else to false"
+            f"{folder / 'config.json'}: use_gemma_norm: missing; model_type is Qwen3.5's but q_proj has no gate, so "
+            "whether norms are stored as offsets can't be told: set it to true if they are, else to false"
         )
     if not gated:
         return config, recipes

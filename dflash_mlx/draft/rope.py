@@ -69,8 +69,9 @@ def read_ropes(read: Fields, layer_types: Collection[str], full: str, sliding: s
     for kind in (kind for kind in (full, sliding) if kind in layer_types):
         own = older if kind == sliding else None
         sections = {"swa_rope_parameters": own} if own else _sections(read, places, by_type, kind)
-        own_base = own or any(section.get("rope_theta") is not None for section in sections.values())
-        found[kind] = _rope(read, sections, head_dim, None if by_type and own_base or own else top)
+        # a base of its own here: the top level's is that of the other kind
+        own_base = own or (by_type and any(section.get("rope_theta") is not None for section in sections.values()))
+        found[kind] = _rope(read, sections, head_dim, None if own_base else top)
     only = next(iter(found.values()))
     return found.get(full, only), found.get(sliding, only)
 

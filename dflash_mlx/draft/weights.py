@@ -103,8 +103,8 @@ def check_tensors(config: DraftConfig, tensors: Mapping[str, TensorInfo], folder
         raise DraftError(f"{folder}: tensor {missing[0]}{more} is missing; the download may be incomplete")
     if config.tap_size != config.hidden_size and not (config.has_embed_tokens and config.has_lm_head):
         raise DraftError(
-            f"{folder}: target_hidden_size {config.tap_size} differs from hidden_size {config.hidden_size}, so the draft "
-            "needs embed_tokens and lm_head of its own"
+            f"{folder}: target_hidden_size {config.tap_size} differs from hidden_size {config.hidden_size}, so the "
+            "draft needs embed_tokens and lm_head of its own"
         )
     return Layout(config, quantized, recipes, unused)
 
@@ -225,8 +225,8 @@ def refuse_bad_ids(weights: Mapping[str, mx.array], config: DraftConfig, source:
     ids = sorted(cast(list[int], (mx.arange(offsets.size) + offsets).tolist()))
     if ids[0] < 0 or ids[-1] >= config.vocab_size or len(set(ids)) < len(ids):
         raise DraftError(
-            f"{source}: d2t gives target ids {ids[0]} to {ids[-1]}, {len(set(ids))} different ones for {len(ids)} draft ids; "
-            f"they must be different and below vocab_size {config.vocab_size}"
+            f"{source}: d2t gives {len(ids)} draft ids {len(set(ids))} target ids from {ids[0]} to {ids[-1]}; "
+            f"they must all differ and be below vocab_size {config.vocab_size}"
         )
 
 
