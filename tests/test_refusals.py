@@ -245,7 +245,10 @@ DRAFTS: dict[str, tuple[Callable[[Pair], Any], tuple[str, ...]]] = {
         lambda p: p.tensors(embed_tokens__weight=mx.ones((250, 64))),
         ("embed_tokens.weight has shape [250, 64]", "[256, 64]"),
     ),
-    "toolkit layout": (lambda p: p.config(transformer_layer_config={"hidden_size": 64}), ("transformer_layer_config.", "missing")),
+    "toolkit layout": (
+        lambda p: p.config(transformer_layer_config={"hidden_size": 64}),
+        ("transformer_layer_config.", "missing"),
+    ),
     "EAGLE": (
         lambda p: p.config(architectures=["LlamaForCausalLMEagle3"], dflash_config=None, eagle_config={}),
         ("an EAGLE draft",),

@@ -163,7 +163,7 @@ class DraftConfig:
             rope_scaling=rope.scaling,
             partial_rotary_factor=rope.partial,
             sliding_rope=None if sliding_rope == rope else sliding_rope,
-            is_neox_style=read.flag("is_neox_style", True),
+            is_neox_style=read.flag("is_neox_style", read.flag("rope_is_neox_style", True)),
             block_size=reading.block_size(read, from_anchor),
             mask_token_id=reading.mask_token(read, vocab),
             target_layer_ids=taps,

@@ -91,17 +91,17 @@ def _proposed(read: Fields) -> int:
     methods = section.get("proposal_methods") or []
     if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
         raise read.error("speculators_config.proposal_methods", f"{brief(methods)} is not a list of objects")
-    stated = {method["speculative_tokens"] for method in methods if method.get("speculative_tokens") is not None}
+    stated = [method["speculative_tokens"] for method in methods if method.get("speculative_tokens") is not None]
     name = "speculators_config.proposal_methods.speculative_tokens"
-    if len(stated) > 1:
-        raise read.error(name, f"{brief(sorted(stated, key=str))} differ; keep the one the draft was trained with")
     if not stated:
         return block
-    most, tokens = block - 1 + from_anchor, stated.pop()
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= most:
+    if any(tokens != stated[0] for tokens in stated):
+        raise read.error(name, f"{brief(stated)} differ; keep the one the draft was trained with")
+    most, tokens = block - 1 + from_anchor, stated[0]
+    if type(tokens) is not int or not 1 <= tokens <= most:
         raise read.error(
             name,
-            f"{brief(tokens)} is not in 1 to {most}, which block_size {block} and sample_from_anchor {from_anchor} give",
+            f"{brief(tokens)} is not in 1 to {most}, as block_size {block} with sample_from_anchor {from_anchor} asks",
         )
     return tokens + 1 - from_anchor
 
@@ -159,11 +159,12 @@ def _laguna(read: Fields) -> Config:
     config = read.config
     out = {key: value for key, value in config.items() if key not in ("gating", "model_type")}
     heads = config.get("num_attention_heads")
-    if (each := config.get("num_attention_heads_per_layer")) and set(each) != {heads}:
+    each = config.get("num_attention_heads_per_layer") or []
+    if not isinstance(each, list) or any(own != heads for own in each):
         raise read.error(
             "num_attention_heads_per_layer", f"{brief(each)} differs from num_attention_heads: not supported"
         )
-    if "sparse" in (config.get("mlp_layer_types") or []):
+    if "sparse" in str(config.get("mlp_layer_types")):
         raise read.error("mlp_layer_types", "a draft with experts is not supported")
     if config.get("layer_types") is None:
         raise read.error("layer_types", "missing; a Laguna draft can't be run without it")
@@ -181,7 +182,13 @@ DIALECTS = (
     Dialect(
         lambda config: "transformer_layer_config" in config or "speculators_model_type" in config,
         _speculators,
-        {name: f"transformer_layer_config.{name}" for name in (*SIZES, "hidden_act", "layer_types", "sliding_window")},
+        {
+            **{
+                name: f"transformer_layer_config.{name}"
+                for name in (*SIZES, "hidden_act", "layer_types", "sliding_window")
+            },
+            "target_layer_ids": "aux_hidden_state_layer_ids",
+        },
     ),
     Dialect(lambda config: "markov_rank" in config and "target_layer_ids" in config, _deepspec),
     Dialect(lambda config: config.get("model_type") == "muse_glimmer_assistant", _muse),

@@ -54,6 +54,8 @@ def refuse_foreign(read: Fields) -> None:
         raise read.error(what, f"{brief(rank or True)}: a DSpark draft, which is not supported")
     if (kind := read.get("draft_attention_type", default=None)) not in (None, "gqa", "mha"):
         raise read.error("draft_attention_type", f"{brief(kind)} is not supported")
+    if read.flag("shift_label"):
+        raise read.error("shift_label", "true is not supported; it belongs to the Domino projector")
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise read.error("hidden_act", f"{brief(activation)} is not supported, DFlash drafts use 'silu'")
     if (own := config.get("v_head_dim")) not in (None, config.get("head_dim", own)):
