@@ -6,6 +6,7 @@ folder is opened and no code of a checkpoint runs. Knows files; knows no config 
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Iterator, Mapping
@@ -157,7 +158,7 @@ def file_headers(file: Path) -> dict[str, TensorInfo]:
     if end > size:
         raise DraftError(f"{file}: cut short: {size} bytes, {end} expected; download it again")
     spans.sort()
-    for (_, stop, one), (begin, _, two) in zip(spans, spans[1:], strict=False):
+    for (_, stop, one), (begin, _, two) in itertools.pairwise(spans):
         if begin < stop:
             raise DraftError(f"{file}: {one} and {two} overlap; the file is damaged")
     return tensors
@@ -253,7 +254,7 @@ class _RawFile(Mapping[str, mx.array]):
     def __getitem__(self, name: str) -> mx.array:
         info = self.tensors[name]
         count = info.nbytes // ITEM_BYTES[info.dtype]
-        data = np.fromfile(info.file, RAW[info.dtype], count, offset=info.offset)
+        data: np.ndarray = np.fromfile(info.file, RAW[info.dtype], count, offset=info.offset)
         if info.dtype == "F64":
             data = data.astype(np.float32)
         array = mx.array(data).reshape(info.shape)
