@@ -18,8 +18,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.draft.config import DraftConfig
-from dflash_mlx.draft.headers import FLOATS, TensorInfo, check_folder, load_file, read_headers
-from dflash_mlx.draft.weights import MODES, Quantized, check_tensors, refuse_non_finite
+from dflash_mlx.draft.headers import FLOATS, TensorInfo, load_file, read_headers
+from dflash_mlx.draft.weights import MODES, Quantized, check_tensors, folder_config, refuse_non_finite
 from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.loading import fetch_draft
 
@@ -81,8 +81,7 @@ def convert_draft(
     if dtype is not None and dtype not in DTYPES:
         raise DFlashError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     folder = fetch_draft(str(hf_path), revision)
-    check_folder(folder)
-    stated = DraftConfig.from_file(folder / "config.json")
+    stated = folder_config(folder)
     tensors = read_headers(folder)
     config, quantized = check_tensors(stated, tensors, folder)
     _check_options(hf_path, config, tensors, quantized, scheme, dtype, force, to_hf)

@@ -10,15 +10,16 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
 from ..errors import DraftError
+from . import gguf
 from .config import DraftConfig
-from .fields import brief
+from .fields import brief, read_json
 from .headers import FLOATS, TensorInfo, check_folder, load_file, read_headers, weight_files
 from .model import DFlashDraftModel
 
@@ -175,9 +176,24 @@ def check_draft_folder(folder: Path) -> tuple[DraftConfig, dict[str, Quantized]]
     """Config and quantised modules of a folder, by config and headers only."""
     if not folder.is_dir():
         raise DraftError(f"{folder}: no such folder")
+    return check_tensors(folder_config(folder), read_headers(folder), folder)
+
+
+def folder_config(folder: Path) -> DraftConfig:
+    """The validated config of a folder; raises as `folder_facts` and `DraftConfig.from_dict`."""
+    return DraftConfig.from_dict(*folder_facts(folder))
+
+
+def folder_facts(folder: Path) -> tuple[dict[str, Any], str]:
+    """What a folder says of its draft, and the file that says it.
+
+    That is `config.json`, or a GGUF file that has none beside it. Raises `DraftError` when neither can be read.
+    """
     check_folder(folder)
-    config = DraftConfig.from_file(folder / "config.json")
-    return check_tensors(config, read_headers(folder), folder)
+    file = folder / "config.json"
+    if not file.exists() and (one := gguf.find(folder)):
+        return gguf.config(one), str(one)
+    return read_json(file), str(file)
 
 
 def refuse_non_finite(weights: Mapping[str, mx.array], source: Path) -> None:
