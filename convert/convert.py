@@ -18,8 +18,17 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.draft.config import DraftConfig
-from dflash_mlx.draft.headers import FLOATS, TensorInfo, check_folder, read_headers
-from dflash_mlx.draft.weights import MODES, Layout, Quantized, check_tensors, make, refuse_bad_ids, refuse_non_finite
+from dflash_mlx.draft.headers import FLOATS, TensorInfo, read_headers
+from dflash_mlx.draft.weights import (
+    MODES,
+    Layout,
+    Quantized,
+    check_tensors,
+    folder_config,
+    make,
+    refuse_bad_ids,
+    refuse_non_finite,
+)
 from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.loading import fetch_draft
 
@@ -87,8 +96,7 @@ def convert_draft(
     if dtype is not None and dtype not in DTYPES:
         raise DFlashError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     folder = fetch_draft(str(hf_path), revision)
-    check_folder(folder)
-    stated = DraftConfig.from_file(folder / "config.json")
+    stated = folder_config(folder)
     tensors = read_headers(folder)
     layout = check_tensors(stated, tensors, folder)
     _check_options(hf_path, layout, scheme, dtype, force, to_hf)

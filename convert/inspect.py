@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx import demo, hub
-from dflash_mlx.draft.config import DraftConfig, read_json
-from dflash_mlx.draft.headers import TensorInfo, check_folder, read_headers
-from dflash_mlx.draft.weights import Quantized, check_tensors
+from dflash_mlx.draft.config import DraftConfig
+from dflash_mlx.draft.headers import TensorInfo, read_headers
+from dflash_mlx.draft.weights import Quantized, check_tensors, folder_facts
 from dflash_mlx.errors import DraftError
 from dflash_mlx.loading import SUBFOLDER, peek_draft
 
@@ -56,12 +56,12 @@ def inspect_draft(path_or_repo: str | Path, *, revision: str | None = None) -> I
     """
     source = str(path_or_repo)
     folder, tensors = _headers(source, revision)
-    raw = read_json(folder / "config.json")
+    raw, stated_in = folder_facts(folder)
     config: DraftConfig | None = None
     quantized: dict[str, Quantized] = {}
     problem = None
     try:
-        config = DraftConfig.from_dict(raw, str(folder / "config.json"))
+        config = DraftConfig.from_dict(raw, stated_in)
         config, quantized, *_ = check_tensors(config, tensors, folder)
     except DraftError as error:
         problem = str(error)
@@ -88,7 +88,6 @@ def inspect_draft(path_or_repo: str | Path, *, revision: str | None = None) -> I
 def _headers(source: str, revision: str | None) -> tuple[Path, Mapping[str, TensorInfo]]:
     folder = demo.DRAFT if source == demo.NAME else peek_draft(source, revision)
     if source == demo.NAME or Path(source).expanduser().is_dir():
-        check_folder(folder)
         return folder, read_headers(folder)
     return folder, hub.remote_headers(source, revision, SUBFOLDER if folder.name == SUBFOLDER else None)
 

@@ -20,8 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from . import demo, hub, registry
 from .draft import DFlashDraftModel, DraftConfig
 from .draft.fields import read_json
-from .draft.headers import check_folder
-from .draft.weights import check_draft_folder, load_draft_folder
+from .draft.weights import check_draft_folder, folder_config, load_draft_folder
 from .errors import DFlashError, DraftError, TargetError
 from .fit import TargetFacts, check_family, check_fit, check_special_tokens, refuse_draft_as_target, text_config
 from .target import Target
@@ -243,8 +242,7 @@ def _take(result: Plan, name: str, revision: str | None, target_folder: Path, co
     facts = TargetFacts.from_config(result.model, config)
     if name != demo.NAME:
         folder = peek_draft(name, revision)
-        check_folder(folder)
-        check_fit(DraftConfig.from_file(folder / "config.json"), facts, name)
+        check_fit(folder_config(folder), facts, name)
         check_special_tokens(folder, target_folder, name)
     check_family(result.model, config)
     folder = fetch_draft(name, revision)

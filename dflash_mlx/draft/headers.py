@@ -6,6 +6,7 @@ folder is opened and no code of a checkpoint runs. Knows files; knows no config 
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Iterator, Mapping
@@ -77,19 +78,20 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that make up a checkpoint: safetensors, or PyTorch's where there are none."""
+    """The files that make up a checkpoint: safetensors; where there are none, PyTorch's or one GGUF."""
     check_folder(folder)
     index = folder / INDEX
     if index.is_file():
         return indexed_files(index)
     if files := regular_files(folder, "*.safetensors"):
         return files
-    from . import torch_files
+    from . import gguf, torch_files
 
     if files := torch_files.weight_files(folder):
         return files
-    others = ", ".join(sorted(p.name for p in folder.glob("*.gguf")))
-    raise DraftError(f"{folder}: no safetensors file" + (f"; it holds {others}" if others else ""))
+    if file := gguf.find(folder):
+        return [file]
+    raise DraftError(f"{folder}: no safetensors file")
 
 
 def indexed_files(index: Path) -> list[Path]:
@@ -137,10 +139,8 @@ def refuse_outside(file: Path) -> None:
 
 def file_headers(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one file."""
-    from . import torch_files
-
-    if file.suffix in torch_files.SUFFIXES:
-        return torch_files.file_headers(file)
+    if reader := _foreign(file):
+        return reader.file_headers(file)
     header, start, size = _read_header(file)
     tensors, spans = {}, []
     for name, entry in header.items():
@@ -157,10 +157,17 @@ def file_headers(file: Path) -> dict[str, TensorInfo]:
     if end > size:
         raise DraftError(f"{file}: cut short: {size} bytes, {end} expected; download it again")
     spans.sort()
-    for (_, stop, one), (begin, _, two) in zip(spans, spans[1:], strict=False):
+    for (_, stop, one), (begin, _, two) in itertools.pairwise(spans):
         if begin < stop:
             raise DraftError(f"{file}: {one} and {two} overlap; the file is damaged")
     return tensors
+
+
+def _foreign(file: Path) -> Any:
+    """The module that reads a file that is no safetensors, by its name; None for one that is."""
+    from . import gguf, torch_files
+
+    return {**dict.fromkeys(torch_files.SUFFIXES, torch_files), ".gguf": gguf}.get(file.suffix)
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int, int]:
@@ -231,10 +238,8 @@ def load_file(file: Path) -> Mapping[str, mx.array]:
 
     Raises `DraftError` for a file that MLX does not take although its header looks right.
     """
-    from . import torch_files
-
-    if file.suffix in torch_files.SUFFIXES:
-        return torch_files.load_file(file)
+    if reader := _foreign(file):
+        return reader.load_file(file)
     tensors = file_headers(file)
     if any(info.dtype in UNREAD_BY_MLX for info in tensors.values()):
         return _RawFile(tensors)
@@ -253,7 +258,7 @@ class _RawFile(Mapping[str, mx.array]):
     def __getitem__(self, name: str) -> mx.array:
         info = self.tensors[name]
         count = info.nbytes // ITEM_BYTES[info.dtype]
-        data = np.fromfile(info.file, RAW[info.dtype], count, offset=info.offset)
+        data: np.ndarray = np.fromfile(info.file, RAW[info.dtype], count, offset=info.offset)
         if info.dtype == "F64":
             data = data.astype(np.float32)
         array = mx.array(data).reshape(info.shape)

@@ -17,8 +17,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import DraftError
+from . import packed
 from .config import PER_ELEMENT, PER_HEAD, DraftConfig
-from .fields import brief
 from .headers import ITEM_BYTES, TensorInfo
 
 Make = Callable[[Sequence[mx.array]], mx.array]
@@ -106,7 +106,12 @@ def canonical_recipes(
     Raises:
         DraftError: two tensors are the same one, or a fused one has other rows than config.json says.
     """
-    recipes, unused = _named(dequantising(tensors, config))
+    dropped = packed.unused(tensors)
+    stored, dequantised = dequantising({n: info for n, info in tensors.items() if n not in dropped}, config, folder)
+    recipes, unused = _named(stored)
+    unused |= dropped
+    if dequantised:
+        config = replace(config, quantization=None)
     recipes.update(beside or {})
     recipes = _split_fused(config, recipes)
     config, recipes = _split_gated(config, recipes, folder)
@@ -116,15 +121,22 @@ def canonical_recipes(
     return _as_stored(config, recipes), recipes, unused
 
 
-def dequantising(tensors: Mapping[str, TensorInfo], config: DraftConfig) -> Recipes:
+def dequantising(tensors: Mapping[str, TensorInfo], config: DraftConfig, folder: Path) -> tuple[Recipes, bool]:
     """One recipe a tensor, by the names of the files; matrices that another tool quantised come out dequantised.
 
-    Raises `DraftError` for a scheme that is not read.
+    Returns the recipes, and whether any was. Raises `DraftError` for a scheme that is not read.
     """
-    if name := next((name for name in tensors if "weight_scale" in name), None):
-        what = "a draft quantised by another tool (fp8, nvfp4 or compressed-tensors): not read yet"
-        raise DraftError(f"{tensors[name].file}: this is {what} (it has {brief(name)})")
-    return {name: Recipe.stored(name, info) for name, info in tensors.items()}
+    unpacked = packed.recipes(tensors, config.quantization, folder)
+    parts = {name for matrix in unpacked.values() for name in matrix.sources}
+    recipes = {name: Recipe.stored(name, info) for name, info in tensors.items() if name not in parts}
+    for name, matrix in unpacked.items():
+        make = partial(_from_parts, matrix)
+        recipes[name] = Recipe(matrix.dtype, matrix.shape, matrix.sources, make, tensors[matrix.sources[0]].file)
+    return recipes, bool(unpacked)
+
+
+def _from_parts(matrix: packed.Unpacked, arrays: Sequence[mx.array]) -> mx.array:
+    return matrix.make(dict(zip(matrix.sources, arrays, strict=True)))
 
 
 def canonical_name(name: str) -> str:

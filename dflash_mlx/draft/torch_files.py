@@ -63,7 +63,7 @@ def mask_embedding(folder: Path) -> tuple[mx.array, int | None] | None:
     regular_files(folder, MASK_EMBEDDING)
     import_torch(file)
     state = _load(file)
-    token = None
+    token: Any = None
     if isinstance(state, Mapping):
         token, state = state.get("mask_token_id"), state.get("embedding")
     if _is_tensor(token) and token.numel() == 1:

@@ -11,15 +11,16 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
 from ..errors import DraftError
+from . import gguf
 from .config import DraftConfig
-from .fields import brief
+from .fields import brief, read_json
 from .headers import FLOATS, TensorInfo, check_folder, load_file, read_headers
 from .model import DFlashDraftModel
 from .recipes import Recipe, Recipes, canonical_recipes
@@ -212,10 +213,25 @@ def check_draft_folder(folder: Path) -> Layout:
 def _read(folder: Path) -> tuple[Layout, dict[str, TensorInfo]]:
     if not folder.is_dir():
         raise DraftError(f"{folder}: no such folder")
-    check_folder(folder)
-    config = DraftConfig.from_file(folder / "config.json")
-    tensors = read_headers(folder)
+    config, tensors = folder_config(folder), read_headers(folder)
     return check_tensors(config, tensors, folder), tensors
+
+
+def folder_config(folder: Path) -> DraftConfig:
+    """The validated config of a folder; raises as `folder_facts` and `DraftConfig.from_dict`."""
+    return DraftConfig.from_dict(*folder_facts(folder))
+
+
+def folder_facts(folder: Path) -> tuple[dict[str, Any], str]:
+    """What a folder says of its draft, and the file that says it.
+
+    That is `config.json`, or a GGUF file that has none beside it. Raises `DraftError` when neither can be read.
+    """
+    check_folder(folder)
+    file = folder / "config.json"
+    if not file.exists() and (one := gguf.find(folder)):
+        return gguf.config(one), str(one)
+    return read_json(file), str(file)
 
 
 def refuse_bad_ids(weights: Mapping[str, mx.array], config: DraftConfig, source: Path) -> None:
