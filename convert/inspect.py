@@ -83,7 +83,7 @@ def inspect_draft(path_or_repo: str | Path, *, revision: str | None = None) -> I
 
 
 def _headers(source: str, revision: str | None) -> tuple[Path, Mapping[str, TensorInfo]]:
-    local = demo.DRAFT if source == demo.NAME else Path(source).expanduser()
+    local = demo.DRAFTS.get(source, Path(source).expanduser())
     if local.is_dir():
         return local, read_headers(local)
     folder = hub.fetch(source, revision=revision, allow_patterns=["config.json", "README.md"], what="draft")

@@ -69,7 +69,7 @@ def peek_config(name: str, revision: str | None = None, *, what: str = "model") 
 
 def remote_headers(name: str, revision: str | None = None, *, what: str = "draft") -> dict[str, TensorInfo]:
     """Every tensor of a repo, by range requests for the headers of its safetensors files; raises as `fetch`."""
-    from .draft.weights import TensorInfo
+    from .draft.weights import TensorInfo, canonical
 
     def read() -> dict[str, TensorInfo]:
         from huggingface_hub import HfApi
@@ -82,7 +82,7 @@ def remote_headers(name: str, revision: str | None = None, *, what: str = "draft
         except SafetensorsParsingError:
             raise DFlashError(f"{what} {name}: the repo holds a damaged safetensors file") from None
         return {
-            tensor: TensorInfo(info.dtype, tuple(info.shape), Path(file))
+            canonical(tensor): TensorInfo(info.dtype, tuple(info.shape), Path(file))
             for file, part in metadata.files_metadata.items()
             for tensor, info in part.tensors.items()
         }

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import mlx.core as mx
 
 from ..draft import DFlashDraftModel
+from ..draft.model import Draw
 from ..target import Target
 from .sampling import Noise, TokenPicker
 
@@ -88,7 +89,7 @@ class Drafter(Protocol):
 
 
 class DFlashDrafter:
-    """A DFlash draft model behind the protocol."""
+    """A draft model, of DFlash or DFlash 2, behind the protocol."""
 
     def __init__(self, draft: DFlashDraftModel):
         self.draft = draft
@@ -116,12 +117,16 @@ class DFlashDrafter:
         masks = mx.full((request.width - 1,), self.draft.config.mask_token_id, request.anchor.dtype)
         block = mx.concatenate([request.anchor, masks])[None]
         hidden = self.draft.hidden(block, context, request.cache, request.target.embed)
-        logits = self.draft.compute_logits(hidden, request.target.head)[0]  # [width - 1, V]
-        finite = mx.isfinite(hidden).all()
-        if request.noise is None:
-            return Proposal(mx.argmax(logits, axis=-1), finite)
-        scores = request.picker.scores(logits, request.noise.coin)
-        return Proposal(mx.argmax(scores + DRAFT_NOISE * request.noise.gumbel, axis=-1), finite, scores)
+        return Proposal(*self.draft.pick(hidden, request.anchor, request.target.head, self._draw(request)))
+
+    @staticmethod
+    def _draw(request: DraftRequest) -> Draw | None:
+        picker, noise = request.picker, request.noise
+        if noise is None:
+            return None
+        shared = not picker.rejection
+        gumbel = DRAFT_NOISE * noise.gumbel if shared else noise.gumbel
+        return Draw(lambda logits: picker.scores(logits, noise.coin), picker.temp, gumbel, shared)
 
 
 def as_drafter(draft_model: Any) -> Drafter:

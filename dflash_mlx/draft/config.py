@@ -28,6 +28,10 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 # Further numbers of a rope section, each with the least it may be.
 ROPE_OPTIONS = {"beta_fast": 1e-6, "beta_slow": 1e-6, "mscale": 0, "mscale_all_dim": 0, "attention_factor": 1e-6}
 
+# What a DFlash 2 draft has besides; a draft with one of them needs all.
+DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+MAX_KERNEL = 256  # of a convolution, in block rows
+
 MAX_LAYERS = 1024  # far beyond any draft; a damaged count must not build layers for ever
 
 # Config keys of other layouts and generations, with what to tell the user.
@@ -69,6 +73,10 @@ class DraftConfig:
     final_logit_softcapping: float | None = None
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
+    conv_kernel_size: int = 0  # this and the next three: 0 in a DFlash (v1) draft
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
     dtype: str | None = None
     quantization: dict[str, Any] | None = None
 
@@ -76,6 +84,11 @@ class DraftConfig:
     def context_width(self) -> int:
         """Columns of `fc`: taps times the width of the target's hidden state."""
         return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)
+
+    @property
+    def kind(self) -> str:
+        """ "dflash" or "dflash2"."""
+        return "dflash2" if self.conv_kernel_size else "dflash"
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, None where it attends to everything."""
@@ -142,6 +155,7 @@ class DraftConfig:
             final_logit_softcapping=read.optional_number("final_logit_softcapping", zero_is_off=True),
             input_embedding_scale=read.optional_number("input_embedding_scale") or 1.0,
             output_multiplier=read.optional_number("output_multiplier") or 1.0,
+            **_dflash2(read, hidden, vocab),
             dtype=read.optional("dtype", str) or read.optional("torch_dtype", str),
             quantization=read.optional("quantization", dict) or read.optional("quantization_config", dict),
         )
@@ -149,7 +163,7 @@ class DraftConfig:
     def to_dict(self) -> dict[str, Any]:
         """The draft in z-lab's own layout (plus mlx-lm's `quantization`), which every DFlash engine reads."""
         config: dict[str, Any] = {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": ["DFlash2DraftModel" if self.kind == "dflash2" else "DFlashDraftModel"],
             "model_type": "qwen3",
             "hidden_act": "silu",
             "attention_dropout": 0.0,
@@ -175,6 +189,8 @@ class DraftConfig:
         for name in ("input_embedding_scale", "output_multiplier"):
             if getattr(self, name) != 1.0:
                 nested[name] = getattr(self, name)
+        if self.kind == "dflash2":
+            nested.update({name: getattr(self, name) for name in DFLASH2_FIELDS})
         config["dflash_config"] = nested
         if self.quantization is not None:
             config["quantization_config"] = self.quantization  # the hub's model tree reads this spelling
@@ -187,8 +203,6 @@ def _refuse_foreign(read: Fields) -> None:
         if key in config or key in nested:
             raise DraftError(f"{read.source}: {meaning} (it has `{key}`)")
     names = read.optional("architectures", list) or []
-    if any("DFlash2" in str(name) for name in names):
-        raise DraftError(f"{read.source}: a DFlash 2 draft ({brief(names)}): only DFlash (v1) drafts are read yet")
     named = any("DFlash" in str(name) for name in names)
     if not named and not nested and "target_layer_ids" not in config:
         what = brief(names[0] if names else config.get("model_type", "an unnamed model")).strip("'")
@@ -236,6 +250,20 @@ def _taps(read: Fields, target_layers: int | None) -> tuple[int, ...]:
         limit = "" if target_layers is None else f" to {target_layers - 1} (num_target_layers {target_layers})"
         raise read.error("target_layer_ids", f"{brief(taps)} must lie in 0{limit}")
     return tuple(taps)
+
+
+def _dflash2(read: Fields, hidden: int, vocab: int) -> dict[str, int]:
+    """The fields of a DFlash 2 draft, none for a v1 draft."""
+    named = any("DFlash2" in str(name) for name in read.optional("architectures", list) or [])
+    if not named and all(read.get(name, default=None) in (None, 0) for name in DFLASH2_FIELDS):
+        return {}
+    limits = dict(zip(DFLASH2_FIELDS, (MAX_KERNEL, hidden, MAX_SIZE, vocab), strict=True))
+    sizes = {name: read.positive(name, most) for name, most in limits.items()}
+    if hidden % (group := sizes["conv_group_size"]):
+        raise read.error("conv_group_size", f"{group} does not divide hidden_size {hidden}")
+    if (rows := 2 * sizes["conv_kernel_size"] * (hidden // group)) > MAX_SIZE:
+        raise read.error("conv_kernel_size", f"with groups of {group} it asks for {rows} rows, {MAX_SIZE} are the most")
+    return sizes
 
 
 def _attention(read: Fields, layers: int) -> tuple[tuple[str, ...], int | None, bool | None]:

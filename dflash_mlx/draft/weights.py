@@ -20,8 +20,11 @@ from mlx.utils import tree_flatten
 
 from ..errors import DraftError
 from .config import DraftConfig
+from .dflash2 import DFlash2DraftModel
 from .fields import brief, read_json
 from .model import DFlashDraftModel
+
+MODELS: dict[str, type[DFlashDraftModel]] = {"dflash": DFlashDraftModel, "dflash2": DFlash2DraftModel}  # by kind
 
 MAX_HEADER = 100 * 2**20  # the format's own limit
 FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
@@ -39,11 +42,11 @@ MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "mxfp8": ((8,), (32,)),
 }
 
-# What a tensor name that no DFlash (v1) draft has tells about the folder, most telling first.
+# What a tensor name that the draft should not have tells about the folder, most telling first.
 FOREIGN_TENSORS = {
-    "candidate_selector.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
-    "attention_conv.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
-    "mlp_conv.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
+    "candidate_selector.": "a DFlash 2 draft, but config.json describes a DFlash (v1) draft",
+    "attention_conv.": "a DFlash 2 draft, but config.json describes a DFlash (v1) draft",
+    "mlp_conv.": "a DFlash 2 draft, but config.json describes a DFlash (v1) draft",
     "markov_head.": "a DSpark draft, which is not supported",
     "confidence_head.": "a DSpark draft, which is not supported",
     "d2t": "a `speculators` draft with a reduced vocabulary: this layout is not read yet",
@@ -130,10 +133,15 @@ def _file_header(file: Path) -> dict[str, TensorInfo]:
             raise DraftError(
                 f"{file}: {name} has {stop - begin} bytes, its shape {list(info.shape)} needs {info.nbytes}"
             )
-        tensors[name], end = info, max(end, stop)
+        tensors[canonical(name)], end = info, max(end, stop)
     if 8 + length + end > size:
         raise DraftError(f"{file}: cut short: {size} bytes, {8 + length + end} expected; download it again")
     return tensors
+
+
+def canonical(name: str) -> str:
+    """A tensor's name as our modules have it: some files call a codebook, a plain array, a weight."""
+    return name.removesuffix(".weight") if name.endswith("_codebook.weight") else name
 
 
 def _header_entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
@@ -149,7 +157,7 @@ def _header_entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int, i
 
 def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes that a draft of this config has, unquantised; nothing is allocated."""
-    skeleton = DFlashDraftModel(config)
+    skeleton = MODELS[config.kind](config)
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(skeleton.parameters()))
     return {name: tuple(array.shape) for name, array in parameters}
 
@@ -253,7 +261,7 @@ def load_draft_folder(
         DraftError: see `DraftConfig.from_dict`, `read_headers`, `check_tensors`; or a weight is not finite.
     """
     config, quantized = check_draft_folder(folder)
-    model = DFlashDraftModel(config, attn_implementation)
+    model = MODELS[config.kind](config, attn_implementation)
     if quantized:
         nn.quantize(model, class_predicate=lambda path, _: vars(quantized[path]) if path in quantized else False)
     weights: dict[str, mx.array] = {}
@@ -274,7 +282,7 @@ def load_file(file: Path) -> dict[str, mx.array]:
     Raises `DraftError` for a file that MLX does not take although its header looks right.
     """
     try:
-        return cast(dict[str, mx.array], mx.load(str(file)))
+        return {canonical(name): array for name, array in cast(dict[str, mx.array], mx.load(str(file))).items()}
     except (RuntimeError, ValueError) as error:
         raise DraftError(f"{file}: MLX can't read it ({error})") from None
 
