@@ -124,9 +124,7 @@ class DFlashDrafter:
         picker, noise = request.picker, request.noise
         if noise is None:
             return None
-        shared = not picker.rejection
-        gumbel = DRAFT_NOISE * noise.gumbel if shared else noise.gumbel
-        return Draw(lambda logits: picker.scores(logits, noise.coin), picker.temp, gumbel, shared)
+        return Draw(lambda logits: picker.scores(logits, noise.coin), picker.temp, DRAFT_NOISE * noise.gumbel)
 
 
 def as_drafter(draft_model: Any) -> Drafter:

@@ -99,23 +99,22 @@ class DFlash2DraftModel(DFlashDraftModel):
         return logits[..., : self.config.vocab_size]
 
     def pick(self, hidden: mx.array, anchor: mx.array, head: Head, draw: Draw | None = None) -> Picked:
+        """The best path through the best `selector_top_k` candidates of each position, see `DFlashDraftModel.pick`."""
         logits = self.compute_logits(hidden, head)[0]
-        unary = logits if draw is None else draw.scores(logits)
-        # With the target's own noise, what it may pick is what is best after the noise.
-        noisy = unary if draw is None else unary + draw.gumbel[:, : unary.shape[-1]]
-        candidates = best(noisy if draw is not None and draw.shared else unary, self.config.selector_top_k)  # [L, K]
+        scores = logits if draw is None else draw.scores(logits)
+        candidates = best(scores, self.config.selector_top_k)  # [L, K]
         before = mx.concatenate([mx.broadcast_to(anchor, candidates[:1].shape), candidates[:-1]])
-        edges = self.candidate_selector.edges(hidden[0], before, candidates)  # [L, K before, K]
+        edges = self.candidate_selector.edges(hidden[0], before, candidates)
         finite = mx.isfinite(hidden).all() & mx.isfinite(edges).all()
-        if draw is not None:
-            edges = edges / draw.temp
-        steps = mx.argmax(edges + mx.take_along_axis(noisy, candidates, axis=-1)[:, None], axis=-1)  # [L, K before]
-        path = follow(steps)
+        unary = mx.take_along_axis(scores, candidates, axis=-1)[:, None]
+        pairs = unary + (edges if draw is None else edges / draw.temp)  # [L, K before, K]
+        noise = 0.0 if draw is None else mx.take_along_axis(draw.gumbel, candidates, axis=-1)[:, None]
+        path = follow(mx.argmax(pairs + noise, axis=-1))
         tokens = mx.take_along_axis(candidates, path[:, None], axis=-1)[:, 0]
-        if draw is None or draw.shared:
+        if draw is None:
             return tokens, finite, None
-        walked = mx.concatenate([path[:1], path[:-1]])[:, None, None]  # row 0 has the anchor before it, whichever
-        rows = mx.take_along_axis(edges, walked, axis=1)[:, 0] + mx.take_along_axis(unary, candidates, axis=-1)
+        walked = mx.concatenate([path[:1], path[:-1]])[:, None, None]  # row 0 has the anchor before it in any case
+        rows = mx.take_along_axis(pairs, walked, axis=1)[:, 0]
         return tokens, finite, mx.put_along_axis(mx.full(draw.gumbel.shape, -math.inf), candidates, rows, axis=-1)
 
 

@@ -34,15 +34,12 @@ class Draw:
     Attributes:
         scores: logits `[L, V]` to filtered log-probabilities over the temperature.
         temp: the temperature, for what a draft adds to them.
-        gumbel: noise `[L, V]` float32.
-        shared: whether the target picks with the same noise. Then only agreement counts; otherwise the tokens must
-            be drawn from the scores that are returned.
+        gumbel: noise `[L, V]` float32; the token is the best after it is added.
     """
 
     scores: Callable[[mx.array], mx.array]
     temp: float
     gumbel: mx.array
-    shared: bool
 
 
 def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:

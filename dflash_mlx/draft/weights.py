@@ -208,7 +208,8 @@ def check_tensors(
 
 
 def _refuse_foreign(tensors: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> None:
-    unknown = [name for name in tensors if name not in expected]
+    packed = [f"{name.removesuffix('.weight')}.{part}" for name in expected for part in ("scales", "biases")]
+    unknown = [name for name in tensors if name not in {*expected, *packed}]
     for part, meaning in FOREIGN_TENSORS.items():
         if name := next((name for name in unknown if part in name), None):
             raise DraftError(f"{tensors[name].file}: this is {meaning} (it has {brief(name)})")
