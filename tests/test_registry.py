@@ -151,7 +151,6 @@ def test_unknown_base_model_leaves_the_name() -> None:
     [
         ("Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7 is a DSpark draft"),
         ("Qwen/Qwen3-14B", "deepseek-ai/dflash_qwen3_14b_block7 is a DFlash draft with its own embedding and head"),
-        ("meta-models/Muse-Glimmer-30B", "meta-models/Muse-Glimmer-30B-assistant is a Muse assistant draft"),
     ],
 )
 def test_kinds_that_cant_be_run_are_skipped_with_the_reason(target: str, kind: str) -> None:
@@ -167,6 +166,7 @@ def test_kinds_that_cant_be_run_are_skipped_with_the_reason(target: str, kind: s
     [
         ("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2"),
         ("mlx-community/GLM-5.3-Flash-4bit", "incoai/GLM-5.3-Flash-DFlash2"),
+        ("meta-models/Muse-Glimmer-30B", "z-lab/Muse-Glimmer-30B-DFlash2"),
     ],
 )
 def test_a_dflash_2_draft_is_found(target: str, draft: str) -> None:
