@@ -18,7 +18,8 @@ from ..draft.model import Draw
 from ..target import Target
 from .sampling import Noise, TokenPicker
 
-# Share of the target's sampling noise that the draft adds to its own logits (docs/experiments.md).
+# Share of the target's sampling noise that the draft adds to its own logits (docs/experiments.md). With anything
+# but 1 the tokens would not be drawn from `Proposal.scores`, which the rejection rule needs.
 DRAFT_NOISE = 1.0
 
 
