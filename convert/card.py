@@ -48,7 +48,7 @@ def write_card(folder: Path, source: str, revision: str | None, source_folder: P
 
     meta = source_metadata(source_folder, result.notes)
     licence = meta.get("license")
-    local = source == demo.NAME or Path(source).expanduser().is_dir()
+    local = source in demo.DRAFTS or Path(source).expanduser().is_dir()
     config = result.config
     quantization = config.quantization
     data = ModelCardData(

@@ -86,8 +86,8 @@ def inspect_draft(path_or_repo: str | Path, *, revision: str | None = None) -> I
 
 
 def _headers(source: str, revision: str | None) -> tuple[Path, Mapping[str, TensorInfo]]:
-    folder = demo.DRAFT if source == demo.NAME else peek_draft(source, revision)
-    if source == demo.NAME or Path(source).expanduser().is_dir():
+    folder = demo.DRAFTS[source] if source in demo.DRAFTS else peek_draft(source, revision)
+    if source in demo.DRAFTS or Path(source).expanduser().is_dir():
         return folder, read_headers(folder)
     return folder, hub.remote_headers(source, revision, SUBFOLDER if folder.name == SUBFOLDER else None)
 

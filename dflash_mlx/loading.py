@@ -174,8 +174,8 @@ def load_draft(
 
 def fetch_draft(name: str, revision: str | None = None) -> Path:
     """The local folder of a draft: bundled, local, or downloaded."""
-    if name == demo.NAME:
-        return demo.DRAFT
+    if name in demo.DRAFTS:
+        return demo.DRAFTS[name]
     folder = peek_draft(name, revision)
     if Path(name).expanduser().is_dir():
         return folder
@@ -240,7 +240,7 @@ def _auto(result: Plan, folder: Path, config: dict[str, Any]) -> None:
 def _take(result: Plan, name: str, revision: str | None, target_folder: Path, config: dict[str, Any]) -> None:
     """Use this draft or raise: its config against the target's first, then the family, then its tensors."""
     facts = TargetFacts.from_config(result.model, config)
-    if name != demo.NAME:
+    if name not in demo.DRAFTS:
         folder = peek_draft(name, revision)
         check_fit(folder_config(folder), facts, name)
         check_special_tokens(folder, target_folder, name)

@@ -14,10 +14,10 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-RUNNABLE = "dflash"
+RUNNABLE = {"dflash", "dflash2"}
 # Kinds of drafts in the table, and what to call them.
 KINDS = {
-    RUNNABLE: "a DFlash draft",
+    "dflash": "a DFlash draft",
     "dflash2": "a DFlash 2 draft",
     "dspark": "a DSpark draft",
     "speculators": "a DFlash draft in the `speculators` layout",
@@ -127,7 +127,7 @@ def resolve(target: str, *, base_models: Sequence[str] = ()) -> Resolution:
         bases = f" or what it was made from ({', '.join(chain)})" if chain else ""
         return Resolution(None, f"no published draft is known for {target}{bases}")
     name, pair = found[0]
-    draft = next((draft for draft in pair.drafts if draft.kind == RUNNABLE), None)
+    draft = next((draft for draft in pair.drafts if draft.kind in RUNNABLE), None)
     if draft is None:
         others = " and ".join(f"{other.repo} is {KINDS[other.kind]}" for other in pair.drafts)
         return Resolution(None, f"what is published for {pair.targets[0]} can't be run yet: {others}")

@@ -25,6 +25,14 @@ def demo_pair():
     return dflash_mlx.load("demo")
 
 
+@pytest.fixture(scope="session")
+def demo2():
+    """The bundled DFlash 2 draft in float32."""
+    import dflash_mlx
+
+    return dflash_mlx.load_draft("demo2", dtype=mx.float32)
+
+
 @dataclass
 class Outcome:
     """What a command ended with."""

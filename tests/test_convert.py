@@ -575,7 +575,7 @@ def test_inspect_names_a_target_of_another_width_and_unknown_depth(tmp_path):
 
 # extra tensors, extra config -> kind, what the problem says
 OTHERS = {
-    "DFlash 2": (["candidate_selector.weight", "layers.0.attention_conv.weight"], {}, "DFlash 2 draft", "DFlash 2"),
+    "DFlash 2": (["candidate_selector.weight"], {}, "DFlash 2 draft", "config.json describes a DFlash (v1) draft"),
     "DSpark": (["markov_head.weight"], {}, "DSpark draft", "DSpark"),
     "Laguna": (["layers.0.self_attn.g_proj.weight"], {}, "DFlash draft", "gated attention"),
     "Muse": (["encoder.fc.weight"], {}, "DFlash draft", "are both fc.weight"),

@@ -20,6 +20,14 @@ def spelled(**changes):
     return draft_config(**changes)
 
 
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 5}
+
+
+def dflash2(**changes):
+    nested = {name: value for name, value in {**NESTED, **SELECTOR, **changes}.items() if value is not None}
+    return draft_config(architectures=["DFlash2DraftModel"], dflash_config=nested)
+
+
 # One weight file, many spellings: each must give the same block logits as the first.
 SPELLINGS = {
     "z-lab": spelled(),
@@ -74,9 +82,29 @@ def test_yarn_spellings_agree_and_differ_from_the_default_rope(name):
     assert not mx.allclose(logits, block_logits(SPELLINGS["z-lab"]), atol=1e-3)
 
 
-@pytest.mark.parametrize("name", [*SPELLINGS, *YARNS])
+# Spellings of one DFlash 2 draft.
+SECOND = {
+    "nested": dflash2(),
+    "flat": draft_config(architectures=["DFlash2DraftModel"], **SELECTOR),
+    "by its fields": dflash2() | {"architectures": ["DFlashDraftModel"]},
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_spellings_of_dflash_2_agree(name):
+    config = DraftConfig.from_dict(SECOND[name])
+    assert config == DraftConfig.from_dict(SECOND["nested"])
+    assert (config.kind, config.to_dict()["architectures"]) == ("dflash2", ["DFlash2DraftModel"])
+    assert SELECTOR.items() <= config.to_dict()["dflash_config"].items()
+
+
+def test_fields_of_dflash_2_that_are_0_say_nothing():
+    assert DraftConfig.from_dict(spelled(conv_kernel_size=0, selector_top_k=0)).kind == "dflash"
+
+
+@pytest.mark.parametrize("name", [*SPELLINGS, *YARNS, *SECOND])
 def test_to_dict_round_trips(name):
-    config = DraftConfig.from_dict({**SPELLINGS, **YARNS}[name])
+    config = DraftConfig.from_dict({**SPELLINGS, **YARNS, **SECOND}[name])
     assert DraftConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -128,7 +156,16 @@ FAULTS = {
         "rope_scaling.partial_rotary_factor",
     ),
     "partial rotary": (spelled(partial_rotary_factor=0.1), "partial_rotary_factor"),
-    "DFlash 2": (spelled(architectures=["DFlash2DraftModel"]), "DFlash 2"),
+    "DFlash 2 by name only": (spelled(architectures=["DFlash2DraftModel"]), "conv_kernel_size"),
+    "DFlash 2 by one field": (spelled(dflash_config={**NESTED, "selector_rank": 8}), "conv_kernel_size"),
+    **{f"DFlash 2 without {name}": (dflash2(**{name: None}), name) for name in SELECTOR},
+    "group that does not divide": (dflash2(conv_group_size=24), "conv_group_size: 24 does not divide hidden_size 64"),
+    "group wider than the hidden state": (dflash2(conv_group_size=128), "conv_group_size"),
+    "more candidates than tokens": (dflash2(selector_top_k=257), "selector_top_k"),
+    "no candidates": (dflash2(selector_top_k=0), "selector_top_k"),
+    "rank of text": (dflash2(selector_rank="8"), "selector_rank"),
+    "endless kernel": (dflash2(conv_kernel_size=10**6), "conv_kernel_size"),
+    "kernel in both, different": (dflash2() | {"conv_kernel_size": 4}, "conv_kernel_size"),
     "speculators": (spelled(transformer_layer_config={}), "transformer_layer_config"),
     "a target": (spelled(architectures=["Qwen3ForCausalLM"], dflash_config=None), "Qwen3ForCausalLM"),
 }  # fmt: skip

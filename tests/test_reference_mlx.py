@@ -13,12 +13,14 @@ RECORD = json.loads((Path(__file__).parent / "reference" / "accepted_mlx.json").
 
 
 @pytest.mark.parametrize("block", [4, 8, 16])
-def test_accepted_lengths_equal_the_references(demo_pair, block):
+@pytest.mark.parametrize("name", ["draft", "draft2"])
+def test_accepted_lengths_equal_the_references(demo_pair, demo2, name, block):
     model, draft, tokenizer = demo_pair
+    if name == "draft2":
+        draft = demo2
+    runs = [run for run in RECORD["runs"] if (run["draft"], run["block_size"]) == (name, block)]
     emitted = rounds = 0
-    for run in RECORD["runs"]:
-        if run["block_size"] != block:
-            continue
+    for run in runs if name == "draft" else runs[::2]:  # half of them, for time
         responses = list(
             stream_generate(model, tokenizer, run["prompt"], RECORD["max_tokens"], draft, block_size=block)
         )
@@ -31,5 +33,5 @@ def test_accepted_lengths_equal_the_references(demo_pair, block):
             left -= per_round[-1]
         assert per_round == run["emitted"]
         emitted, rounds = emitted + sum(per_round), rounds + stats.rounds
-    print(f"block {block}: tau {emitted / rounds:.3f}")
+    print(f"{name}, block {block}: tau {emitted / rounds:.3f}")
     assert emitted / rounds > 2

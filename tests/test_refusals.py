@@ -230,11 +230,15 @@ DRAFTS: dict[str, tuple[Callable[[Pair], Any], tuple[str, ...]]] = {
     ),
     "second generation, by its tensors": (
         lambda p: p.tensors(candidate_selector__weight=mx.ones((4, 64))),
-        ("a DFlash 2 draft", "candidate_selector"),
+        ("a DFlash 2 draft, but config.json describes a DFlash (v1) draft", "candidate_selector"),
     ),
     "second generation, by its config": (
         lambda p: p.config(architectures=["DFlash2DraftModel"]),
-        ("a DFlash 2 draft",),
+        ("config.json: conv_kernel_size: missing",),
+    ),
+    "second generation without its tensors": (
+        lambda p: p.config(conv_kernel_size=2, conv_group_size=16, selector_rank=8, selector_top_k=4),
+        ("attention_conv.base_kernel and 10 more is missing",),
     ),
     "DSpark": (lambda p: p.tensors(markov_head__weight=mx.ones((4, 64))), ("a DSpark draft",)),
     "its own head and vocabulary": (

@@ -151,8 +151,6 @@ def test_unknown_base_model_leaves_the_name() -> None:
     [
         ("Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7 is a DSpark draft"),
         ("Qwen/Qwen3-14B", "deepseek-ai/dflash_qwen3_14b_block7 is a DFlash draft with its own embedding and head"),
-        ("mlx-community/GLM-5.3-Flash-4bit", "incoai/GLM-5.3-Flash-DFlash2 is a DFlash 2 draft"),
-        ("meta-models/Muse-Glimmer-30B", "meta-models/Muse-Glimmer-30B-assistant is a Muse assistant draft"),
     ],
 )
 def test_kinds_that_cant_be_run_are_skipped_with_the_reason(target: str, kind: str) -> None:
@@ -163,10 +161,18 @@ def test_kinds_that_cant_be_run_are_skipped_with_the_reason(target: str, kind: s
     assert kind in resolution.reason
 
 
-def test_a_draft_that_can_not_be_run_yet_is_named() -> None:
-    resolution = resolve("Qwen/Qwen3.8-27B")
-    assert resolution.draft is None
-    assert "DFlash2 is a DFlash 2 draft" in resolution.reason
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2"),
+        ("mlx-community/GLM-5.3-Flash-4bit", "incoai/GLM-5.3-Flash-DFlash2"),
+        ("meta-models/Muse-Glimmer-30B", "z-lab/Muse-Glimmer-30B-DFlash2"),
+    ],
+)
+def test_a_dflash_2_draft_is_found(target: str, draft: str) -> None:
+    resolution = resolve(target)
+    assert resolution.draft is not None
+    assert (resolution.draft.repo, resolution.draft.kind) == (draft, "dflash2")
 
 
 def test_gated_draft_is_said() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from scripted import ScriptedDrafter, plain_tokens
-from tiny import make_draft, make_target
+from tiny import make_draft, make_draft2, make_target
 
 from dflash_mlx import generate_step
 from dflash_mlx.decode import GenerationStats, round
@@ -31,9 +31,10 @@ class Waits:
         return counted
 
 
-@pytest.mark.parametrize("options", [{}, {"temp": 0.8, "seed": 1}])
-def test_one_sync_a_round(monkeypatch, options):
-    model, draft = make_target(), make_draft()
+@pytest.mark.parametrize("options", [{}, {"temp": 0.8, "seed": 1}, {"temp": 0.8, "acceptance": "rejection"}])
+@pytest.mark.parametrize("make", [make_draft, make_draft2])
+def test_one_sync_a_round(monkeypatch, make, options):
+    model, draft = make_target(), make()
     stats = GenerationStats()
     tokens = _tokens(mx.array([1, 2, 3]), model, draft, stats, max_tokens=40, **options)
     next(tokens)  # prefill, first token, first round queued

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from dflash_mlx.draft import DFlashDraftModel, DraftConfig
+from dflash_mlx.draft import DFlash2DraftModel, DFlashDraftModel, DraftConfig
 
 VOCAB = 256
 TARGETS: dict[str, dict[str, Any]] = {
@@ -98,6 +98,19 @@ def make_draft(dtype: mx.Dtype = mx.float32, seed: int = 1, **changes: Any) -> D
     """A random draft."""
     mx.random.seed(seed)
     return randomised(DFlashDraftModel(DraftConfig.from_dict(draft_config(**changes))), dtype)
+
+
+def draft2_config(kernel: int = 2, group: int = 16, rank: int = 8, top_k: int = 12, **changes: Any) -> dict[str, Any]:
+    """The `config.json` of a DFlash 2 draft for the tiny targets."""
+    sizes = {"conv_kernel_size": kernel, "conv_group_size": group, "selector_rank": rank, "selector_top_k": top_k}
+    config = draft_config(architectures=["DFlash2DraftModel"], **changes)
+    return config | {"dflash_config": config["dflash_config"] | sizes}
+
+
+def make_draft2(dtype: mx.Dtype = mx.float32, seed: int = 1, **changes: Any) -> DFlash2DraftModel:
+    """A random DFlash 2 draft."""
+    mx.random.seed(seed)
+    return randomised(DFlash2DraftModel(DraftConfig.from_dict(draft2_config(**changes))), dtype)
 
 
 def save_draft(folder: Path, draft: DFlashDraftModel, config: dict[str, Any] | None = None) -> Path:

@@ -14,10 +14,12 @@ from typing import Any, Protocol, runtime_checkable
 import mlx.core as mx
 
 from ..draft import DFlashDraftModel
+from ..draft.model import Draw
 from ..target import Target
 from .sampling import Noise, TokenPicker
 
-# Share of the target's sampling noise that the draft adds to its own logits (docs/experiments.md).
+# Share of the target's sampling noise that the draft adds to its own logits (docs/experiments.md). With anything
+# but 1 the tokens would not be drawn from `Proposal.scores`, which the rejection rule needs.
 DRAFT_NOISE = 1.0
 
 
@@ -88,7 +90,7 @@ class Drafter(Protocol):
 
 
 class DFlashDrafter:
-    """A DFlash draft model behind the protocol."""
+    """A draft model, of DFlash or DFlash 2, behind the protocol."""
 
     def __init__(self, draft: DFlashDraftModel):
         self.draft = draft
@@ -115,12 +117,14 @@ class DFlashDrafter:
             context = mx.zeros((1, 0, self.draft.config.hidden_size), self.dtype)
         block = self.draft.block(request.anchor[None], request.width - 1)
         hidden = self.draft.hidden(block, context, request.cache, request.target.embed)
-        logits = self.draft.compute_logits(hidden, request.target.head)[0]  # [width - 1, V]
-        finite = mx.isfinite(hidden).all()
-        if request.noise is None:
-            return Proposal(mx.argmax(logits, axis=-1), finite)
-        scores = request.picker.scores(logits, request.noise.coin)
-        return Proposal(mx.argmax(scores + DRAFT_NOISE * request.noise.gumbel, axis=-1), finite, scores)
+        return Proposal(*self.draft.pick(hidden, request.anchor, request.target.head, self._draw(request)))
+
+    @staticmethod
+    def _draw(request: DraftRequest) -> Draw | None:
+        picker, noise = request.picker, request.noise
+        if noise is None:
+            return None
+        return Draw(lambda logits: picker.scores(logits, noise.coin), picker.temp, DRAFT_NOISE * noise.gumbel)
 
 
 def as_drafter(draft_model: Any) -> Drafter:

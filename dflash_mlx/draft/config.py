@@ -87,6 +87,10 @@ class DraftConfig:
     has_lm_head: bool = False
     mask_embedding: bool = False
     offset_norms: bool | None = False
+    conv_kernel_size: int = 0  # this and the next three: 0 in a DFlash (v1) draft
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
     dtype: str | None = None
     quantization: dict[str, Any] | None = None
 
@@ -104,6 +108,11 @@ class DraftConfig:
     def widest_block(self) -> int:
         """Slots of the widest block that the target verifies: the anchor and all proposals."""
         return self.block_size + self.sample_from_anchor
+
+    @property
+    def kind(self) -> str:
+        """ "dflash" or "dflash2"."""
+        return "dflash2" if self.conv_kernel_size else "dflash"
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, None where it attends to everything."""
@@ -191,6 +200,7 @@ class DraftConfig:
             has_lm_head=read.flag("has_lm_head"),
             mask_embedding=read.flag("mask_embedding"),
             offset_norms=reading.offset_norms(read),
+            **reading.dflash2(read, hidden, vocab),
             dtype=read.optional("dtype", str) or read.optional("torch_dtype", str),
             quantization=read.optional("quantization", dict) or read.optional("quantization_config", dict),
         )
@@ -201,7 +211,7 @@ class DraftConfig:
         Facts that few drafts have are written only where they differ from the rest.
         """
         config: dict[str, Any] = {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": ["DFlash2DraftModel" if self.kind == "dflash2" else "DFlashDraftModel"],
             "model_type": "qwen3_5" if self.offset_norms is None else "qwen3",
             "hidden_act": "silu",
             "attention_dropout": 0.0,
@@ -237,6 +247,8 @@ class DraftConfig:
             "has_embed_tokens": False, "has_lm_head": False, "mask_embedding": False,
         }  # fmt: skip
         nested.update({name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value})
+        if self.kind == "dflash2":
+            nested.update({name: getattr(self, name) for name in reading.DFLASH2_FIELDS})
         if self.attention_sink_layers:
             nested["attention_sink_bias"] = True
             nested["attention_sink_layers"] = list(self.attention_sink_layers)

@@ -8,6 +8,8 @@ the draft only. Parameter names equal z-lab's PyTorch checkpoint's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 from mlx import nn
@@ -19,6 +21,24 @@ from .config import SLIDING, DraftConfig
 
 Embed = Callable[[mx.array], mx.array]  # ids [B, L] -> [B, L, H]
 Head = Callable[[mx.array], mx.array]  # hidden [B, L, H] -> logits [B, L, V]
+
+# Tokens [L], whether they rest on finite numbers, and the scores [L, V] whose softmax they were drawn from.
+Picked = tuple[mx.array, mx.array, mx.array | None]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How the tokens of a block are drawn; without it they are the best ones.
+
+    Attributes:
+        scores: logits `[L, V]` to filtered log-probabilities over the temperature.
+        temp: the temperature, for what a draft adds to them.
+        gumbel: noise `[L, V]` float32; the token is the best after it is added.
+    """
+
+    scores: Callable[[mx.array], mx.array]
+    temp: float
+    gumbel: mx.array
 
 
 def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:
@@ -73,12 +93,14 @@ class DFlashDraftModel(nn.Module):
     Shapes: B batch, L block, S context rows, H hidden, Ht target hidden, V vocabulary.
     """
 
+    layer_class: ClassVar[type[DFlashDecoderLayer]] = DFlashDecoderLayer
+
     def __init__(self, config: DraftConfig, attn_implementation: str = "sdpa"):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(config.context_width, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = [DFlashDecoderLayer(config, i, attn_implementation) for i in range(config.num_hidden_layers)]
+        self.layers = [self.layer_class(config, i, attn_implementation) for i in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.aux_hidden_norms:
             taps = range(len(config.target_layer_ids))
@@ -176,3 +198,11 @@ class DFlashDraftModel(nn.Module):
             everything[..., known] = logits
             return everything
         return logits
+
+    def pick(self, hidden: mx.array, anchor: mx.array, head: Head, draw: Draw | None = None) -> Picked:
+        """Tokens of a block: `hidden` `[1, L, H]` of the draft tokens, `anchor` `[1]`; lazy, nothing waits."""
+        logits, finite = self.compute_logits(hidden, head)[0], mx.isfinite(hidden).all()
+        if draw is None:
+            return mx.argmax(logits, axis=-1), finite, None
+        scores = draw.scores(logits)
+        return mx.argmax(scores + draw.gumbel, axis=-1), finite, scores

@@ -30,6 +30,10 @@ PROJECTORS = {
     "domino": "a Domino draft (it has a GRU projector), which is not supported",
 }
 
+# What a DFlash 2 draft has besides; a draft with one of them needs all.
+DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+MAX_KERNEL = 256  # of a convolution, in block rows
+
 
 def refuse_foreign(read: Fields) -> None:
     """Raise `DraftError` for what is no DFlash draft, by name."""
@@ -38,8 +42,6 @@ def refuse_foreign(read: Fields) -> None:
     named = any("DFlash" in str(name) for name in names)
     if "eagle_config" in config and not named and not nested:
         raise DraftError(f"{read.source}: an EAGLE draft, not a DFlash draft (it has `eagle_config`)")
-    if any("DFlash2" in str(name) for name in names):
-        raise DraftError(f"{read.source}: a DFlash 2 draft ({brief(names)}): only DFlash (v1) drafts are read yet")
     if not named and not nested and "target_layer_ids" not in config:
         what = brief(names[0] if names else config.get("model_type", "an unnamed model")).strip("'")
         raise DraftError(
@@ -198,3 +200,17 @@ def output_multiplier(read: Fields) -> float:
             "logit_scale", f"{theirs} but output_multiplier is {ours}; keep the one the draft was trained with"
         )
     return ours or theirs or 1.0
+
+
+def dflash2(read: Fields, hidden: int, vocab: int) -> dict[str, int]:
+    """The fields of a DFlash 2 draft, none for a v1 draft."""
+    named = any("DFlash2" in str(name) for name in read.optional("architectures", list) or [])
+    if not named and all(read.get(name, default=None) in (None, 0) for name in DFLASH2_FIELDS):
+        return {}
+    limits = dict(zip(DFLASH2_FIELDS, (MAX_KERNEL, hidden, MAX_SIZE, vocab), strict=True))
+    sizes = {name: read.positive(name, most) for name, most in limits.items()}
+    if hidden % (group := sizes["conv_group_size"]):
+        raise read.error("conv_group_size", f"{group} does not divide hidden_size {hidden}")
+    if (rows := 2 * sizes["conv_kernel_size"] * (hidden // group)) > MAX_SIZE:
+        raise read.error("conv_kernel_size", f"with groups of {group} it asks for {rows} rows, {MAX_SIZE} are the most")
+    return sizes

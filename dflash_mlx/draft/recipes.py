@@ -74,7 +74,7 @@ RENAMES = tuple(
         (r"\.self_attn\.sink$", ".self_attn.attention_sink_bias"),  # poolside's Laguna
         (r"^mask_embedding\.weight$", "mask_embedding"),
         (r"^draft_id_to_target_id$", "d2t"),
-        (r"^(candidate_selector\.(?:predecessor|successor)_codebook)$", r"\1.weight"),
+        (r"^(candidate_selector\.(?:predecessor|successor)_codebook)\.weight$", r"\1"),
     )
 )
 

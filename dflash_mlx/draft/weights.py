@@ -20,10 +20,13 @@ from mlx.utils import tree_flatten
 from ..errors import DraftError
 from . import gguf
 from .config import DraftConfig
+from .dflash2 import DFlash2DraftModel
 from .fields import brief, read_json
 from .headers import FLOATS, TensorInfo, check_folder, load_file, read_headers
 from .model import DFlashDraftModel
 from .recipes import Recipe, Recipes, canonical_recipes
+
+MODELS: dict[str, type[DFlashDraftModel]] = {"dflash": DFlashDraftModel, "dflash2": DFlash2DraftModel}  # by kind
 
 PACKED = ("U32", "U8")  # quantised matrices, and the scales of mxfp4 and its like
 INTEGERS = {"d2t": ("I64", "I32")}  # tensors that hold ids
@@ -38,9 +41,9 @@ MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 # What a tensor name that the draft should not have tells about the folder, most telling first.
 FOREIGN_TENSORS = {
-    "candidate_selector.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
-    "attention_conv.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
-    "mlp_conv.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
+    "candidate_selector.": "a DFlash 2 draft, but config.json describes a DFlash (v1) draft",
+    "attention_conv.": "a DFlash 2 draft, but config.json describes a DFlash (v1) draft",
+    "mlp_conv.": "a DFlash 2 draft, but config.json describes a DFlash (v1) draft",
     "markov_head.": "a DSpark draft, which is not supported",
     "confidence_head.": "a DSpark draft, which is not supported",
     "prefix_gru.": "a Domino draft, which is not supported",
@@ -53,7 +56,7 @@ FOREIGN_TENSORS = {
 
 def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes that a draft of this config has, unquantised; nothing is allocated."""
-    skeleton = DFlashDraftModel(config)
+    skeleton = MODELS[config.kind](config)
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(skeleton.parameters()))
     return {name: tuple(array.shape) for name, array in parameters}
 
@@ -126,7 +129,8 @@ def _mask_embedding(config: DraftConfig, folder: Path) -> Recipes:
 
 
 def _refuse_foreign(recipes: Recipes, expected: Mapping[str, tuple[int, ...]]) -> None:
-    unknown = [name for name in recipes if name not in expected]
+    parts = {f"{name.removesuffix('.weight')}.{part}" for name in expected for part in ("scales", "biases")}
+    unknown = [name for name in recipes if name not in expected and name not in parts]
     for part, meaning in FOREIGN_TENSORS.items():
         if name := next((name for name in unknown if part in name), None):
             raise DraftError(f"{recipes[name].file}: this is {meaning} (it has {brief(name)})")
@@ -180,7 +184,7 @@ def load_draft_folder(
         DraftError: see `DraftConfig.from_dict`, `read_headers`, `check_tensors`; or a weight is not finite.
     """
     (config, quantized, recipes, _), tensors = _read(folder)
-    model = DFlashDraftModel(config, attn_implementation)
+    model = MODELS[config.kind](config, attn_implementation)
     if quantized:
         nn.quantize(model, class_predicate=lambda path, _: vars(quantized[path]) if path in quantized else False)
     weights = make(recipes, recipes, tensors)

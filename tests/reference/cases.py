@@ -76,6 +76,10 @@ class Case:
     def crops_context(self) -> bool:
         return any(isinstance(step, Crop) for step in self.steps)
 
+    @property
+    def is_dflash2(self) -> bool:
+        return "selector_rank" in self.config["dflash_config"]
+
     def random(self, what: str) -> np.random.RandomState:
         """The case's own stream for one purpose; numpy keeps `RandomState` the same in every version."""
         return np.random.RandomState(crc32(f"{self.name}/{what}".encode()))
@@ -96,7 +100,8 @@ def draft_config(**changes: Any) -> dict[str, Any]:
     return config
 
 
-NESTED = ("target_layer_ids", "input_embedding_scale", "output_multiplier")
+SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+NESTED = ("target_layer_ids", "input_embedding_scale", "output_multiplier", *SELECTOR)
 
 
 def sliding_config(types: str, **changes: Any) -> dict[str, Any]:
@@ -105,6 +110,12 @@ def sliding_config(types: str, **changes: Any) -> dict[str, Any]:
     # transformers' Qwen3Config drops the window unless use_sliding_window is set.
     window = {"layer_types": layer_types, "use_sliding_window": True, "sliding_window": 16}
     return draft_config(**{"num_hidden_layers": len(types), **window, **changes})
+
+
+def dflash2(config: dict[str, Any], kernel: int = 2, group: int = 8, rank: int = 8, top_k: int = 16) -> dict[str, Any]:
+    """The same draft as a DFlash 2 one."""
+    config["dflash_config"].update(zip(SELECTOR, (kernel, group, rank, top_k), strict=True))
+    return config | {"architectures": ["DFlash2DraftModel"]}
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -154,6 +165,17 @@ CASES = [
     Case("sliding_window_below_block_not_causal", sliding_config("ss", sliding_window=5, is_causal=False)),
     Case("sliding_all_causal", sliding_config("sf", is_causal=True)),
     Case("sliding_offset_5000", sliding_config("sf", rope_scaling=LLAMA3), offset=5000),
+    Case("dflash2_kernel_2", dflash2(draft_config())),
+    Case("dflash2_kernel_4_rewind", dflash2(draft_config(num_key_value_heads=1), kernel=4, group=4), REWIND),
+    Case("dflash2_kernel_above_block", dflash2(draft_config(block_size=4, **TWO_TAPS), kernel=5)),
+    Case("dflash2_short_blocks", dflash2(draft_config(block_size=10), kernel=3), SHORT_BLOCKS),
+    Case("dflash2_kernel_1_one_group", dflash2(draft_config(block_size=2, **ONE_TAP), kernel=1, group=32)),
+    Case("dflash2_groups_of_1_block_16", dflash2(draft_config(block_size=16, **TWO_TAPS), group=1), LONG),
+    Case("dflash2_logit_facts", dflash2(draft_config(**LOGIT_FACTS), kernel=4, group=16), REWIND),
+    Case("dflash2_all_candidates", dflash2(draft_config(**FIVE_TAPS), rank=24, top_k=64)),
+    Case("dflash2_one_candidate", dflash2(draft_config(**TWO_TAPS), top_k=1)),
+    Case("dflash2_sliding", dflash2(sliding_config("ss", is_causal=False)), REWIND_IN_WINDOW),
+    Case("dflash2_sliding_long", dflash2(sliding_config("sss", is_causal=False, **LOGIT_FACTS), kernel=4), LONG),
 ]  # fmt: skip
 
 
@@ -183,7 +205,11 @@ def random_case(seed: int) -> Case:
         if rewinds and pick(True, False):
             rows = int(random.randint(max(0, rows - 20), rows + 1))
             steps.append(Crop(rows))
-    return Case(f"random_{seed}", config, (*steps, Round(1)), offset=pick(0, 0, 200))
+    offset = pick(0, 0, 200)
+    if pick(True, False):
+        kernel = min(pick(1, 2, 4), config["block_size"])  # far longer ones than the block the reference can't run
+        config = dflash2(config, kernel, pick(1, 4, 16), pick(4, 8), pick(1, 8, 16, 64))
+    return Case(f"random_{seed}", config, (*steps, Round(1)), offset=offset)
 
 
 def draft_weights(case: Case) -> dict[str, np.ndarray]:
@@ -217,6 +243,17 @@ def draft_weights(case: Case) -> dict[str, np.ndarray]:
         linear(f"{layer}.mlp.gate_proj", inter, hidden)
         linear(f"{layer}.mlp.up_proj", inter, hidden)
         linear(f"{layer}.mlp.down_proj", hidden, inter)
+    if case.is_dflash2:
+        kernel, group, rank, _ = (config["dflash_config"][name] for name in SELECTOR)
+        for i in range(config["num_hidden_layers"]):
+            for conv in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
+                weights[f"{conv}.base_kernel"] = random.standard_normal((2, kernel, hidden)) * 0.6
+                linear(f"{conv}.kernel_projection", 2 * kernel * (hidden // group), hidden)
+                weights[f"{conv}.kernel_projection.weight"] *= 0.5
+        linear("candidate_selector.hidden_projection", rank, hidden)
+        for codebook in ("predecessor", "successor"):
+            table = random.standard_normal((config["vocab_size"], rank))
+            weights[f"candidate_selector.{codebook}_codebook"] = table
     return {name: array.astype(np.float32) for name, array in weights.items()}
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dflash.model import DFlashDraftModel, _crop_to, _draft_value, _make_cache, _raw_input_embeddings
+from dflash.model import DFlash2DraftModel, DFlashDraftModel, _crop_to, _draft_value, _make_cache, _raw_input_embeddings
 from reference.cases import CASES, Case, Crop, Extend, draft_weights, inputs, target_tables
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
@@ -47,15 +47,22 @@ class Target(nn.Module):
 def reference_draft(case: Case) -> DFlashDraftModel:
     """The reference's draft with the weights of the case, every tensor set."""
     config = {name: value for name, value in deepcopy(case.config).items() if value is not None}  # it edits its own
-    model = DFlashDraftModel(Qwen3Config(**config, attn_implementation="sdpa")).float().eval()
-    weights = {name: torch.from_numpy(array) for name, array in draft_weights(case).items()}
+    model_class = DFlash2DraftModel if case.is_dflash2 else DFlashDraftModel
+    model = model_class(Qwen3Config(**config, attn_implementation="sdpa")).float().eval()
+    weights = {
+        f"{name}.weight" if name.endswith("_codebook") else name: torch.from_numpy(array)
+        for name, array in draft_weights(case).items()
+    }
     model.load_state_dict(weights, strict=True)
     return model
 
 
 @torch.inference_mode()
 def run_reference(case: Case, cached: bool) -> dict[str, np.ndarray]:
-    """Hidden states `round_i` `[L, H]` of every round and `logits` `[L-1, V]` of the last one."""
+    """Hidden states `round_i` `[L, H]` of every round, `logits` `[L-1, V]` of the last one.
+
+    A DFlash 2 draft gives the path of every round too, `path_i` `[L-1]`.
+    """
     model, target = reference_draft(case), Target(*target_tables(case))
     scale = float(_draft_value(model.config, "input_embedding_scale", 1.0))
     cache = _make_cache(model.config) if cached else None
@@ -84,7 +91,11 @@ def run_reference(case: Case, cached: bool) -> dict[str, np.ndarray]:
         if cache is not None:
             held = context.shape[1]
             _crop_to(cache, held)
-        outputs[f"round_{len(outputs):02}"] = hidden[0].numpy()
+        number = sum(name.startswith("round") for name in outputs)
+        outputs[f"round_{number:02}"] = hidden[0].numpy()
+        if case.is_dflash2:
+            anchor = torch.from_numpy(ids[:, 0])
+            outputs[f"path_{number:02}"] = model.propose(hidden[:, 1:], anchor, target.lm_head, 0.0)[0][0].numpy()
     outputs["logits"] = model.compute_logits(hidden[:, 1:], target.lm_head)[0].numpy()
     return outputs
 
@@ -112,7 +123,8 @@ def main() -> None:
         outputs = reference_outputs(case)
         np.savez(GOLDEN / f"{case.name}.npz", **outputs)
         largest = max(float(np.abs(array).max()) for array in outputs.values())
-        print(f"{case.name:40} {len(outputs) - 1:2} rounds, outputs up to {largest:.1f}", file=sys.stderr)
+        rounds = sum(name.startswith("round") for name in outputs)
+        print(f"{case.name:40} {rounds:2} rounds, outputs up to {largest:.1f}", file=sys.stderr)
 
 
 if __name__ == "__main__":

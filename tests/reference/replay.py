@@ -6,12 +6,17 @@ import mlx.core as mx
 import numpy as np
 from reference.cases import Case, Crop, Extend, draft_weights, inputs, target_tables
 
-from dflash_mlx.draft import DFlashDraftModel, DraftConfig
+from dflash_mlx.draft import DraftConfig
+from dflash_mlx.draft.weights import MODELS
 
 
 def our_outputs(case: Case, attn_implementation: str) -> dict[str, np.ndarray]:
-    """Hidden states `round_i` `[L, H]` of every round and `logits` `[L-1, V]` of the last one."""
-    model = DFlashDraftModel(DraftConfig.from_dict(case.config), attn_implementation)
+    """Hidden states `round_i` `[L, H]` of every round, `logits` `[L-1, V]` of the last one.
+
+    A DFlash 2 draft gives the path of every round too, `path_i` `[L-1]`.
+    """
+    config = DraftConfig.from_dict(case.config)
+    model = MODELS[config.kind](config, attn_implementation)
     model.load_weights([(name, mx.array(array)) for name, array in draft_weights(case).items()])
     embedding, head = (mx.array(table) for table in target_tables(case))
     cache = model.make_cache(case.offset)
@@ -27,7 +32,13 @@ def our_outputs(case: Case, attn_implementation: str) -> dict[str, np.ndarray]:
             continue
         ids = mx.array(numpy_ids)
         block = embedding[ids] * model.config.input_embedding_scale
-        outputs[f"round_{len(outputs):02}"] = np.array(model(block, context, cache)[0])
+        hidden = model(block, context, cache)
+        number = sum(name.startswith("round") for name in outputs)
+        outputs[f"round_{number:02}"] = np.array(hidden[0])
+        if case.is_dflash2:
+            path, finite, _ = model.pick(hidden[:, 1:], ids[:, 0], lambda h: h @ head.T)
+            assert finite.item()
+            outputs[f"path_{number:02}"] = np.array(path)
     # The context is in the cache now: the logits come from a second pass over the same block.
     logits = model.logits(ids, context[:, :0], cache, embed=lambda i: embedding[i], head=lambda h: h @ head.T)
     outputs["logits"] = np.array(logits[0])
