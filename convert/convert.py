@@ -1,4 +1,4 @@
-"""Convert a draft: z-lab's layout to MLX (optionally quantised) and back.
+"""Convert a draft: to MLX (optionally quantised), and back to a PyTorch layout, z-lab's or `speculators`.
 
 Tensors stream through, one output file at a time; the result appears whole or not at all. Knows files and
 tensors; the draft's facts and checks are `dflash_mlx.draft`'s.
@@ -32,7 +32,10 @@ from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.loading import fetch_draft
 
 from .card import check_repo_name, upload, write_card
+from .export import find_verifier, speculators_config
+from .licence import read_terms
 
+LAYOUTS = ("mlx", "hf", "speculators")
 SHARD_BYTES = 5 * 10**9  # of the source; mlx-lm's own limit
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -61,7 +64,9 @@ def convert_draft(
     q_mode: str = "affine",
     dtype: str | None = None,
     force: bool = False,
+    to: str = "mlx",
     to_hf: bool = False,
+    target: str | None = None,
     upload_repo: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Conversion:
@@ -74,7 +79,9 @@ def convert_draft(
             their dtype; matrices whose columns the group size does not divide are kept and listed.
         dtype: "bfloat16", "float16" or "float32" for what is not quantised; default: as in the source.
         force: allow float16 for a bfloat16 draft, which is known to overflow.
-        to_hf: write the PyTorch layout; quantised matrices are dequantised.
+        to: layout to write: "mlx", "hf" (z-lab's) or "speculators"; for the last two, quantised matrices are
+            dequantised. to_hf: the same as `to="hf"`.
+        target: for "speculators", repo or folder of the target; default: what the source's card or the pair list says.
         upload_repo: also upload the result to this repo.
         progress: called with (bytes read, bytes in all).
 
@@ -85,6 +92,8 @@ def convert_draft(
     _check_destination(destination)
     if upload_repo is not None:
         check_repo_name(upload_repo)
+    layout = _layout(to, to_hf, target)
+    to_hf = layout != "mlx"
     scheme = _scheme(quantize, q_bits, q_group_size, q_mode)
     if dtype is not None and dtype not in DTYPES:
         raise DFlashError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
@@ -92,17 +101,35 @@ def convert_draft(
     stated = DraftConfig.from_file(folder / "config.json")
     tensors = read_headers(folder)
     config, quantized = check_tensors(stated, tensors, folder)
-    _check_options(hf_path, config, tensors, quantized, scheme, dtype, force, to_hf)
+    _check_options(hf_path, config, tensors, quantized, scheme, dtype, force, layout)
     result = Conversion(destination, config)
+    terms = read_terms(str(hf_path), revision, folder, result.notes)
+    if upload_repo is not None:
+        terms.check_upload()
     writer = _Writer(tensors, quantized, None if to_hf else scheme, dtype, to_hf, result)
     result.config = _new_config(config, quantized, scheme, dtype, to_hf)
+    if layout == "speculators":
+        verifier = find_verifier(config, str(hf_path), terms.base_model, target, result.notes)
+        written = speculators_config(result.config, verifier, result.notes)
+    else:
+        written = result.config.to_dict()
     with _whole(destination) as temporary:
         writer.write(temporary, progress)
-        (temporary / "config.json").write_text(json.dumps(result.config.to_dict(), indent=4) + "\n")
-        write_card(temporary, str(hf_path), revision, folder, result)
+        (temporary / "config.json").write_text(json.dumps(written, indent=4) + "\n")
+        write_card(temporary, revision, terms, layout, result)
     if upload_repo is not None:
         upload(destination, upload_repo)
     return result
+
+
+def _layout(to: str, to_hf: bool, target: str | None) -> str:
+    if to not in LAYOUTS:
+        raise DFlashError(f"--to {to} is not one of {', '.join(LAYOUTS)}")
+    if to_hf and to == "speculators":
+        raise DFlashError("--to-hf is --to hf; leave it out with --to speculators")
+    if target is not None and to != "speculators":
+        raise DFlashError("--target goes with --to speculators")
+    return "hf" if to_hf else to
 
 
 def _check_destination(destination: Path) -> None:
@@ -155,13 +182,13 @@ def _check_options(
     scheme: Quantized | None,
     dtype: str | None,
     force: bool,
-    to_hf: bool,
+    layout: str,
 ) -> None:
     if quantized and scheme:
         raise DraftError(f"{source} is quantised already; quantise the original, a second time only loses precision")
-    if to_hf and scheme:
-        raise DFlashError("--to-hf writes unquantised weights; leave out -q")
-    if quantized and dtype and not to_hf:
+    if layout != "mlx" and scheme:
+        raise DFlashError(f"--to {layout} writes unquantised weights; leave out -q")
+    if quantized and dtype and layout == "mlx":
         raise DFlashError("--dtype can't change a quantised draft; convert the original")
     wide = config.dtype in ("bfloat16", "float32") or any(t.dtype in ("BF16", "F32") for t in tensors.values())
     if dtype == "float16" and wide and not force:
