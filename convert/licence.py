@@ -16,7 +16,7 @@ from dflash_mlx.errors import DFlashError
 
 HUB_IDS = {"mit", "apache-2.0", "gemma", "cc-by-nc-nd-4.0"}  # of the table's licences; the hub calls the rest "other"
 UNNAMED = {"", "other", "unknown"}
-NO_DERIVATIVES = re.compile(r"(^|[-_ ])nd([-_ ]|$)|no-?deriv", re.IGNORECASE)
+NO_DERIVATIVES = re.compile(r"(^|[-_ ])nd([-_ /]|$)|no-?deriv", re.IGNORECASE)
 # What a licence wants said beside every copy.
 NOTICES = {
     "gemma": "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms.",
@@ -47,7 +47,7 @@ class Terms:
     def names(self) -> list[str]:
         """The licence by every name it is given, what says nothing left out."""
         stated = self.licence if isinstance(self.licence, list) else [self.licence or ""]
-        return [name for name in (*stated, self.name or "") if name.lower() not in UNNAMED]
+        return [name for name in (*stated, self.name or "", self.link or "") if name.lower() not in UNNAMED]
 
     @property
     def described(self) -> str:
@@ -63,7 +63,7 @@ class Terms:
             problem = f"its licence, {self.described}, allows no derivatives"
         elif self.gated:
             problem = "it is gated, and a copy would go round the terms that have to be accepted there"
-        elif not self.names and not self.link:
+        elif not self.names:
             own = Path(self.source).expanduser().is_dir()
             advice = f"if it is yours, state `license:` in {self.folder / 'README.md'}" if own else "ask its authors"
             problem = f"it states no licence, so nobody may pass it on; {advice}"
