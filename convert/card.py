@@ -31,7 +31,7 @@ dflash-mlx generate --model <target> --draft-model <this folder or repo> --promp
 """
 
 
-def write_card(folder: Path, revision: str | None, terms: Terms, layout: str, result: Conversion) -> None:
+def write_card(folder: Path, revision: str | None, terms: Terms, to: str, result: Conversion) -> None:
     """Write `README.md`: where the draft comes from, its licence, target and tags, how to use it.
 
     The source's own licence files go with it.
@@ -42,13 +42,13 @@ def write_card(folder: Path, revision: str | None, terms: Terms, layout: str, re
     local = terms.folder.is_relative_to(Path(demo.__file__).parent) or Path(source).expanduser().is_dir()
     config = result.config
     quantization = config.quantization
-    own = [*LAYOUT_TAGS[layout], "dflash", "speculative-decoding"]
+    own = [*LAYOUT_TAGS[to], "dflash", "speculative-decoding"]
     data = ModelCardData(
         license=cast(Any, terms.licence),  # the hub takes a list as well
         license_name=terms.name,
         license_link=terms.link,
         base_model=terms.base_model,
-        library_name="mlx" if layout == "mlx" else None,
+        library_name="mlx" if to == "mlx" else None,
         pipeline_tag="text-generation",
         tags=own + [tag for tag in terms.tags if tag not in own and tag != "mlx"],
     )

@@ -92,8 +92,8 @@ def convert_draft(
     _check_destination(destination)
     if upload_repo is not None:
         check_repo_name(upload_repo)
-    layout = _layout(to, to_hf, target)
-    to_hf = layout != "mlx"
+    to = _destination_layout(to, to_hf, target)
+    to_hf = to != "mlx"
     scheme = _scheme(quantize, q_bits, q_group_size, q_mode)
     if dtype is not None and dtype not in DTYPES:
         raise DFlashError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
@@ -101,14 +101,14 @@ def convert_draft(
     stated = DraftConfig.from_file(folder / "config.json")
     tensors = read_headers(folder)
     config, quantized = check_tensors(stated, tensors, folder)
-    _check_options(hf_path, config, tensors, quantized, scheme, dtype, force, layout)
+    _check_options(hf_path, config, tensors, quantized, scheme, dtype, force, to)
     result = Conversion(destination, config)
     terms = read_terms(str(hf_path), revision, folder, result.notes)
     if upload_repo is not None:
         terms.check_upload()
     writer = _Writer(tensors, quantized, None if to_hf else scheme, dtype, to_hf, result)
     result.config = _new_config(config, quantized, scheme, dtype, to_hf)
-    if layout == "speculators":
+    if to == "speculators":
         verifier = find_verifier(config, str(hf_path), terms.base_model, target, result.notes)
         written = speculators_config(result.config, verifier, result.notes)
     else:
@@ -116,13 +116,13 @@ def convert_draft(
     with _whole(destination) as temporary:
         writer.write(temporary, progress)
         (temporary / "config.json").write_text(json.dumps(written, indent=4) + "\n")
-        write_card(temporary, revision, terms, layout, result)
+        write_card(temporary, revision, terms, to, result)
     if upload_repo is not None:
         upload(destination, upload_repo)
     return result
 
 
-def _layout(to: str, to_hf: bool, target: str | None) -> str:
+def _destination_layout(to: str, to_hf: bool, target: str | None) -> str:
     if to not in LAYOUTS:
         raise DFlashError(f"--to {to} is not one of {', '.join(LAYOUTS)}")
     if to_hf and to == "speculators":
@@ -182,13 +182,13 @@ def _check_options(
     scheme: Quantized | None,
     dtype: str | None,
     force: bool,
-    layout: str,
+    to: str,
 ) -> None:
     if quantized and scheme:
         raise DraftError(f"{source} is quantised already; quantise the original, a second time only loses precision")
-    if layout != "mlx" and scheme:
-        raise DFlashError(f"--to {layout} writes unquantised weights; leave out -q")
-    if quantized and dtype and layout == "mlx":
+    if to != "mlx" and scheme:
+        raise DFlashError(f"--to {to} writes unquantised weights; leave out -q")
+    if quantized and dtype and to == "mlx":
         raise DFlashError("--dtype can't change a quantised draft; convert the original")
     wide = config.dtype in ("bfloat16", "float32") or any(t.dtype in ("BF16", "F32") for t in tensors.values())
     if dtype == "float16" and wide and not force:

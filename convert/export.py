@@ -6,6 +6,7 @@ can't state is refused by name, never dropped.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,12 @@ LAYER_FIELDS = (
     "vocab_size", "rms_norm_eps", "attention_bias", "sliding_window", "max_position_embeddings",
     "final_logit_softcapping",
 )  # fmt: skip
+# Every fact of a draft that the layout states, here or there; others must have their default.
+STATED = {
+    *LAYER_FIELDS, *DFLASH2_FIELDS, "rope_theta", "rope_scaling", "layer_types", "is_causal", "block_size",
+    "mask_token_id", "target_layer_ids", "num_target_layers", "target_hidden_size", "dtype",
+    "attention_output_bias",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,17 +122,18 @@ def _layers(config: DraftConfig) -> dict[str, Any]:
 
 def _refuse_unstatable(config: DraftConfig, verifier: Verifier) -> None:
     last = (config.num_target_layers or verifier.layers or 0) - 1
-    sliding = [kind == SLIDING for kind in config.layer_types]
-    causal = [config.causal(i) for i in range(config.num_hidden_layers)]
+    width, bias = config.target_hidden_size, config.attention_bias
     problems = {
-        "causal full-attention layers": any(c and not s for c, s in zip(causal, sliding, strict=True)),
-        f"target_hidden_size {config.target_hidden_size} beside hidden_size {config.hidden_size}": (
-            config.target_hidden_size not in (None, config.hidden_size)
+        "biases of some projections of attention only": getattr(config, "attention_output_bias", bias) != bias,
+        "causal full-attention layers": any(
+            kind != SLIDING and config.causal(i) for i, kind in enumerate(config.layer_types)
         ),
+        f"target_hidden_size {width} beside hidden_size {config.hidden_size}": width not in (None, config.hidden_size),
         f"a tap of the target's last layer, {last}": last in config.target_layer_ids,
-        f"input_embedding_scale {config.input_embedding_scale}": config.input_embedding_scale != 1,
-        f"output_multiplier {config.output_multiplier}": config.output_multiplier != 1,
     }
+    for fact in dataclasses.fields(config):
+        value = getattr(config, fact.name)
+        problems[f"{fact.name} {value}"] = fact.name not in STATED and value != fact.default
     for problem, present in problems.items():
         if present:
             raise DraftError(f"--to speculators: the layout has no place for {problem}; use --to hf")
