@@ -15,6 +15,7 @@ from tiny import draft_config, target_config
 
 from dflash_mlx import DFlashError, DraftError, convert_draft
 from dflash_mlx.draft import DraftConfig
+from dflash_mlx.draft.weights import expected_shapes
 
 GOLDEN = json.loads((Path(__file__).parent / "reference" / "speculators.json").read_text())
 # Keys that the package's classes add with their own defaults, and what it knows of itself.
@@ -79,6 +80,7 @@ def test_the_second_generation_has_its_own_type_and_fields(tmp_path: Path) -> No
     config = speculators_config(draft, Verifier("target", ["Qwen3ForCausalLM"]), notes)
     assert_same_config(config, GOLDEN["dflash2"]["config"], "target")
     assert any("DFlash 2" in note for note in notes)
+    assert {n: list(shape) for n, shape in expected_shapes(draft).items()} == GOLDEN["dflash2"]["tensors"]
 
 
 @pytest.mark.parametrize("name", DRAFTS)
