@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dflash_mlx import demo
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.loading import SUBFOLDER
+from dflash_mlx.loading import LICENCE_FILES
+
+from .licence import Terms
 
 if TYPE_CHECKING:
     from .convert import Conversion
 
+LAYOUT_TAGS: dict[str, list[str]] = {"mlx": ["mlx"], "hf": [], "speculators": ["speculators"]}
 TEXT = """
 # {title}
 
 The DFlash draft [{source}]({link}){revision}, {what}, by dflash-mlx.
 It proposes blocks of {block} tokens for its target; it is no language model of its own.
 
-Licence: {licence}. The terms of the source apply to this copy.
+Licence: {licence} The terms of the source apply to this copy.
 
 ```bash
 pip install dflash-mlx
@@ -27,38 +31,26 @@ dflash-mlx generate --model <target> --draft-model <this folder or repo> --promp
 """
 
 
-def source_metadata(folder: Path, notes: list[str]) -> dict[str, Any]:
-    """Front matter of the source's README.md, {} without one; one that can't be read is noted."""
-    from huggingface_hub.repocard import metadata_load
-    from yaml import YAMLError
+def write_card(folder: Path, revision: str | None, terms: Terms, to: str, result: Conversion) -> None:
+    """Write `README.md`: where the draft comes from, its licence, target and tags, how to use it.
 
-    readme = folder / "README.md"
-    if folder.name == SUBFOLDER and not readme.is_file() and (folder.parent / "config.json").is_file():
-        readme = folder.parent / "README.md"  # the repo's, target and draft alike
-    try:
-        return (metadata_load(readme) or {}) if readme.is_file() else {}
-    except (ValueError, YAMLError):
-        notes.append(f"{readme}: its front matter can't be read, so the licence is not taken over")
-        return {}
-
-
-def write_card(folder: Path, source: str, revision: str | None, source_folder: Path, result: Conversion) -> None:
-    """Write `README.md`: where the draft comes from, its licence, how to use it."""
+    The source's own licence files go with it.
+    """
     from huggingface_hub import ModelCard, ModelCardData
 
-    meta = source_metadata(source_folder, result.notes)
-    licence = meta.get("license")
-    local = source in demo.DRAFTS or Path(source).expanduser().is_dir()
+    source = terms.source
+    local = terms.folder.is_relative_to(Path(demo.__file__).parent) or Path(source).expanduser().is_dir()
     config = result.config
     quantization = config.quantization
+    own = [*LAYOUT_TAGS[to], "dflash", "speculative-decoding"]
     data = ModelCardData(
-        license=licence,
-        license_name=meta.get("license_name"),
-        license_link=meta.get("license_link"),
-        base_model=meta.get("base_model"),
-        library_name="mlx",
+        license=cast(Any, terms.licence),  # the hub takes a list as well
+        license_name=terms.name,
+        license_link=terms.link,
+        base_model=terms.base_model,
+        library_name="mlx" if to == "mlx" else None,
         pipeline_tag="text-generation",
-        tags=["mlx", "dflash", "speculative-decoding"],
+        tags=own + [tag for tag in terms.tags if tag not in own and tag != "mlx"],
     )
     text = TEXT.format(
         title=result.path.name,
@@ -67,9 +59,12 @@ def write_card(folder: Path, source: str, revision: str | None, source_folder: P
         revision=f" at revision {revision}" if revision else "",
         what=f"quantised to {quantization['bits']} bits" if quantization else f"in {config.dtype or 'its own dtype'}",
         block=config.widest_block,
-        licence=licence or "not stated by the source; ask its authors before you pass it on",
+        licence=" ".join((f"{terms.described}.", *terms.notices)),
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")
+    for name in LICENCE_FILES:
+        for file in terms.folder.glob(name):
+            shutil.copy(file, folder / file.name)
 
 
 def check_repo_name(repo: str) -> None:

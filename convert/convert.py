@@ -1,4 +1,4 @@
-"""Convert a draft: any published layout to z-lab's names, for MLX (optionally quantised) or for PyTorch.
+"""Convert a draft: any published layout to z-lab's names, for MLX (optionally quantised), PyTorch or `speculators`.
 
 Tensors stream through, one output file at a time; the result appears whole or not at all. Knows files and
 tensors; the draft's facts and checks are `dflash_mlx.draft`'s.
@@ -33,7 +33,10 @@ from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.loading import fetch_draft
 
 from .card import check_repo_name, upload, write_card
+from .export import find_verifier, speculators_config
+from .licence import read_terms
 
+LAYOUTS = ("mlx", "hf", "speculators")
 SHARD_BYTES = 5 * 10**9  # of the source; mlx-lm's own limit
 KEPT = {  # matrices that are never quantised, and why
     "fc.weight": "reads the target's raw hidden states",
@@ -67,7 +70,9 @@ def convert_draft(
     q_mode: str = "affine",
     dtype: str | None = None,
     force: bool = False,
+    to: str = "mlx",
     to_hf: bool = False,
+    target: str | None = None,
     upload_repo: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Conversion:
@@ -81,7 +86,9 @@ def convert_draft(
             divide are kept and listed.
         dtype: "bfloat16", "float16" or "float32" for what is not quantised; default: as in the source.
         force: allow float16 for a bfloat16 draft, which is known to overflow.
-        to_hf: write the PyTorch layout; quantised matrices are dequantised.
+        to: layout to write: "mlx", "hf" (z-lab's) or "speculators"; for the last two, quantised matrices are
+            dequantised. to_hf: the same as `to="hf"`.
+        target: for "speculators", repo or folder of the target; default: what the source's card or the pair list says.
         upload_repo: also upload the result to this repo.
         progress: called with (bytes read, bytes in all).
 
@@ -92,6 +99,8 @@ def convert_draft(
     _check_destination(destination)
     if upload_repo is not None:
         check_repo_name(upload_repo)
+    to = _destination_layout(to, to_hf, target)
+    to_hf = to != "mlx"
     scheme = _scheme(quantize, q_bits, q_group_size, q_mode)
     if dtype is not None and dtype not in DTYPES:
         raise DFlashError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
@@ -99,17 +108,35 @@ def convert_draft(
     stated = folder_config(folder)
     tensors = read_headers(folder)
     layout = check_tensors(stated, tensors, folder)
-    _check_options(hf_path, layout, scheme, dtype, force, to_hf)
+    _check_options(hf_path, layout, scheme, dtype, force, to)
     config = _new_config(layout, scheme, dtype, to_hf)
     result = Conversion(destination, config, notes=[f"{name} left out: {why}" for name, why in layout.unused.items()])
+    terms = read_terms(str(hf_path), revision, folder, result.notes)
+    if upload_repo is not None:
+        terms.check_upload()
     writer = _Writer(tensors, layout, None if to_hf else scheme, dtype, to_hf, result)
+    if to == "speculators":
+        verifier = find_verifier(config, str(hf_path), terms.base_model, target, result.notes)
+        written = speculators_config(config, verifier, result.notes)
+    else:
+        written = config.to_dict()
     with _whole(destination) as temporary:
         writer.write(temporary, progress)
-        (temporary / "config.json").write_text(json.dumps(result.config.to_dict(), indent=4) + "\n")
-        write_card(temporary, str(hf_path), revision, folder, result)
+        (temporary / "config.json").write_text(json.dumps(written, indent=4) + "\n")
+        write_card(temporary, revision, terms, to, result)
     if upload_repo is not None:
         upload(destination, upload_repo)
     return result
+
+
+def _destination_layout(to: str, to_hf: bool, target: str | None) -> str:
+    if to not in LAYOUTS:
+        raise DFlashError(f"--to {to} is not one of {', '.join(LAYOUTS)}")
+    if to_hf and to == "speculators":
+        raise DFlashError("--to-hf is --to hf; leave it out with --to speculators")
+    if target is not None and to != "speculators":
+        raise DFlashError("--target goes with --to speculators")
+    return "hf" if to_hf else to
 
 
 def _check_destination(destination: Path) -> None:
@@ -155,14 +182,14 @@ def _scheme(quantize: bool, bits: int | None, group_size: int | None, mode: str)
 
 
 def _check_options(
-    source: object, layout: Layout, scheme: Quantized | None, dtype: str | None, force: bool, to_hf: bool
+    source: object, layout: Layout, scheme: Quantized | None, dtype: str | None, force: bool, to: str
 ) -> None:
     config, quantized, recipes = layout.config, layout.quantized, layout.recipes
     if quantized and scheme:
         raise DraftError(f"{source} is quantised already; quantise the original, a second time only loses precision")
-    if to_hf and scheme:
-        raise DFlashError("--to-hf writes unquantised weights; leave out -q")
-    if quantized and dtype and not to_hf:
+    if to != "mlx" and scheme:
+        raise DFlashError(f"--to {to} writes unquantised weights; leave out -q")
+    if quantized and dtype and to == "mlx":
         raise DFlashError("--dtype can't change a quantised draft; convert the original")
     wide = config.dtype in ("bfloat16", "float32") or any(
         recipe.dtype in ("BF16", "F32") for recipe in recipes.values()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,14 @@ from .draft.fields import read_json
 from .draft.weights import check_draft_folder, folder_config, load_draft_folder
 from .errors import DFlashError, DraftError, TargetError
 from .fit import TargetFacts, check_family, check_fit, check_special_tokens, refuse_draft_as_target, text_config
+from .lineage import Lineage
+from .registry import Pair, PublishedDraft, user_pairs_path
 from .target import Target
 
 AUTO, NONE = "auto", "none"
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken", "*.model")
-DRAFT_FILES = ("*.json", "*.safetensors", "README.md", "mask_embedding.pt")
+LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
+DRAFT_FILES = ("*.json", "*.safetensors", "README.md", "mask_embedding.pt", *LICENCE_FILES)
 SUBFOLDER = "dflash"  # of a repo that holds the target as well (Xiaomi's MiMo)
 
 
@@ -116,7 +120,7 @@ def plan(
     if draft_model in (None, NONE):
         result.notes.append("no draft: none was asked for")
     elif draft_model == AUTO:
-        _auto(result, config_folder, config)
+        _auto(result, draft_revision, config_folder, config)
     else:
         _take(result, str(draft_model), draft_revision, config_folder, config)
     return result
@@ -136,7 +140,8 @@ def load(
         model: "demo" (the bundled pair), a repo of the hub or a local folder.
         draft_model: "auto" looks the pair up and decodes plainly, with a warning, where there is none; None
             decodes plainly; a repo or a folder is used or raises.
-        revision, draft_revision: pin them; an "auto" draft comes with the revision of the pair list.
+        revision, draft_revision: pin them; an "auto" draft comes with the revision of the pair list, or with that of
+            `draft_revision`, by which an older generation of an overwritten repo is had.
         options: `attn_implementation` ("sdpa", "eager"), `draft_dtype`, and those of `mlx_lm.load`.
 
     Returns:
@@ -221,20 +226,42 @@ def _target_folder(model: str, revision: str | None) -> Path:
     return hub.fetch(model, revision=revision, allow_patterns=DEFAULT_ALLOW_PATTERNS, what="target")
 
 
-def _auto(result: Plan, folder: Path, config: dict[str, Any]) -> None:
-    """Pick a published draft, or say why not; nothing here fails the load."""
+def _auto(result: Plan, revision: str | None, folder: Path, config: dict[str, Any]) -> None:
+    """Pick the best published draft that can be used, or say why there is none; nothing here fails the load."""
     if result.model == demo.NAME:
         return _take(result, demo.NAME, None, folder, config)
-    resolution = registry.resolve(result.model, base_models=registry.base_models_of(folder))
-    if resolution.draft is None:
-        result.notes.append(f"no draft: {resolution.reason}; decoding plainly")
-        return None
+    lineage = Lineage(result.model, folder)
     try:
-        _take(result, resolution.draft.repo, resolution.draft.revision, folder, config)
-        result.notes.append(f"draft {resolution.draft.repo}: {resolution.reason}")
+        resolution = registry.resolve(result.model, lineage, revision)
     except DFlashError as error:
-        result.draft = result.draft_folder = result.block_size = None
         result.notes.append(f"no draft: {error}; decoding plainly")
+        return None
+    failures = []
+    for draft in resolution.drafts:
+        try:
+            _take(result, draft.repo, draft.revision, folder, config)
+        except DFlashError as error:
+            failures.append(str(error))
+            continue
+        at = f"@{draft.revision:.12}" if draft.revision else ""
+        why = [resolution.reason, *_advice(draft, resolution.pair, config), *(f"instead of: {f}" for f in failures)]
+        result.notes.append(f"draft {draft.repo}{at}: {'; '.join(why)}")
+        return None
+    why = failures or [resolution.reason, *lineage.problems, f"name one with --draft-model or in {user_pairs_path()}"]
+    result.notes.append(f"no draft: {'; '.join(why)}; decoding plainly")
+    return None
+
+
+def _advice(draft: PublishedDraft, pair: Pair | None, config: dict[str, Any]) -> Iterator[str]:
+    """What the tables know about using this draft well."""
+    if draft.thinking is False:
+        yield "trained with thinking off"
+    if draft.gated:
+        yield "gated, its terms have to be accepted on its page"
+    quantization = config.get("quantization") or config.get("quantization_config")
+    bits = quantization.get("bits") if isinstance(quantization, dict) else 16
+    if pair and (block := pair.recommended_block.get(str(bits))) and block != draft.block:
+        yield f"blocks of {block} did best on {bits}-bit targets (--block-size {block})"
 
 
 def _take(result: Plan, name: str, revision: str | None, target_folder: Path, config: dict[str, Any]) -> None:

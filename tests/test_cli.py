@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -211,6 +212,19 @@ def test_models_lists_pairs_and_families(capsys):
     for flags in ([], ["--families"], ["nothing like this"]):
         assert main(["models", *flags]) == 0
         assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_models_fits_the_terminal_and_says_how_to_ask_for_an_older_generation(width, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["models", "qwen3.5-4b"]) == 0
+    out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    table = [line for line in out.splitlines() if line[0] in "┃│"]
+    assert max(map(len, table)) <= width
+    assert ("original" in out) == (width >= 80)
+    assert ("more columns in a wider window" in out) == (width < 200)
+    assert "--draft-model auto --draft-revision 96899cc27094" in out
 
 
 def test_a_family_that_is_known_not_to_work_is_refused_before_it_loads(tmp_path, capsys, monkeypatch):

@@ -727,6 +727,7 @@ def test_repos_of_the_hub(tmp_path, folder):
 
 
 def test_an_upload_without_a_hub_keeps_the_result(tmp_path, folder):
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
     with FakeHub() as gone:
         pass
     argv = ["convert", "--hf-path", str(folder), "--mlx-path", str(tmp_path / "out"), "--upload-repo", "me/x"]

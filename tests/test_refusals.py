@@ -542,7 +542,7 @@ CONVERT_FLAGS: dict[str, tuple[list[str], str]] = {
     "bits without -q": (["--q-bits", "4"], "--q-bits, --q-group-size and --q-mode need -q"),
     "mode without -q": (["--q-mode", "mxfp4"], "--q-bits, --q-group-size and --q-mode need -q"),
     "dtype": (["--dtype", "int8"], "--dtype int8 is not one of float16, bfloat16, float32"),
-    "back and quantised": (["--to-hf", "-q"], "--to-hf writes unquantised weights; leave out -q"),
+    "back and quantised": (["--to-hf", "-q"], "--to hf writes unquantised weights; leave out -q"),
     "JSON of a conversion": (["--json"], "--json goes with --inspect"),
     "a look with -q": (["--inspect", "-q"], "--inspect writes nothing; leave out --quantize"),
     "a look with a dtype": (["--inspect", "--dtype", "float32"], "--inspect writes nothing; leave out --dtype"),

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--q-mode", default="affine", help="affine (default), mxfp4, nvfp4 or mxfp8")
     parser.add_argument("--dtype", help="bfloat16, float32 or float16; default: as in the source")
     parser.add_argument("--force", action="store_true", help="allow float16 although it overflows in most drafts")
-    parser.add_argument("--to-hf", action="store_true", help="write the PyTorch layout")
+    parser.add_argument("--to", default="mlx", help="layout: mlx (default), hf (z-lab's, for PyTorch) or speculators")
+    parser.add_argument("--to-hf", action="store_true", help="the same as --to hf")
+    parser.add_argument("--target", help="the draft's target for --to speculators; default: as its card says")
     parser.add_argument("--upload-repo", help="also upload the result to this repo")
     parser.add_argument("--inspect", action="store_true", help="only say what the draft is (reads headers only)")
     parser.add_argument("--json", action="store_true", help="with --inspect: one JSON object")
@@ -53,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
             q_mode=args.q_mode,
             dtype=args.dtype,
             force=args.force,
+            to=args.to,
             to_hf=args.to_hf,
+            target=args.target,
             upload_repo=args.upload_repo,
             progress=progress,
         )
@@ -67,8 +71,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         if args.json:
             raise DFlashError("--json goes with --inspect")
         return
-    for name in ("quantize", "q_bits", "q_group_size", "dtype", "to_hf", "upload_repo"):
-        if getattr(args, name) not in (None, False):
+    for name in ("quantize", "q_bits", "q_group_size", "dtype", "to", "to_hf", "target", "upload_repo"):
+        if getattr(args, name) not in (None, False, "mlx"):
             raise DFlashError(f"--inspect writes nothing; leave out --{name.replace('_', '-')}")
 
 

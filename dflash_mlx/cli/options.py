@@ -99,7 +99,7 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-model", default="auto", help='draft: "auto" (default) looks the pair up, "none", a repo or a folder'
     )
     group.add_argument("--revision", help="revision of the target repo")
-    group.add_argument("--draft-revision", help="revision of the draft repo")
+    group.add_argument("--draft-revision", help="revision of the draft repo, with auto too")
     group.add_argument("--adapter-path", help="LoRA adapters for the target")
     group.add_argument("--trust-remote-code", action="store_true", help="let the target's repo run its own code")
     group.add_argument(
