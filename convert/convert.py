@@ -26,6 +26,14 @@ from dflash_mlx.loading import fetch_draft
 from .card import check_repo_name, upload, write_card
 
 SHARD_BYTES = 5 * 10**9  # of the source; mlx-lm's own limit
+# Matrices that are never quantised, by a part of their names, with the reason.
+KEPT = {
+    "fc.weight": "reads the target's raw hidden states",
+    "_codebook": "a table of the candidate selector, looked up and not multiplied",
+    "base_kernel": "a convolution of two rows",
+    "kernel_projection": "makes the kernels of the convolution",
+    "hidden_projection": "scores the candidates",
+}
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
@@ -62,7 +70,7 @@ def convert_draft(
     Args:
         hf_path: a repo of the hub or a local folder, in z-lab's layout or already in MLX's.
         mlx_path: folder to write; must not exist.
-        quantize, q_bits, q_group_size, q_mode: quantise the matrices of attention and MLP. Norms and `fc` keep
+        quantize, q_bits, q_group_size, q_mode: quantise the matrices of attention and MLP. Norms and `KEPT` keep
             their dtype; matrices whose columns the group size does not divide are kept and listed.
         dtype: "bfloat16", "float16" or "float32" for what is not quantised; default: as in the source.
         force: allow float16 for a bfloat16 draft, which is known to overflow.
@@ -250,8 +258,8 @@ class _Writer:
         shape = self.tensors[name].shape
         if len(shape) != 2:
             return False
-        if name == "fc.weight":
-            self.result.kept.append("fc.weight (reads the target's raw hidden states)")
+        if reason := next((why for part, why in KEPT.items() if part in name), None):
+            self.result.kept.append(f"{name} ({reason})")
             return False
         if shape[1] % self.scheme.group_size:
             self.result.kept.append(f"{name} ({shape[1]} columns, no multiple of {self.scheme.group_size})")

@@ -7,6 +7,7 @@ before anything heavy is read. Knows z-lab's layout and its MLX-quantised form; 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import DraftError
 from . import gguf
+from .compute_dtype import compute_dtype
 from .config import DraftConfig
 from .fields import brief, read_json
 from .headers import FLOATS, TensorInfo, check_folder, load_file, read_headers, weight_files
@@ -151,7 +153,7 @@ def _quantized(config: DraftConfig, tensors: Mapping[str, TensorInfo], path: str
 def load_draft_folder(
     folder: Path, dtype: mx.Dtype | None = None, attn_implementation: str = "sdpa"
 ) -> DFlashDraftModel:
-    """A draft from a local folder, in the dtype its tensors have unless `dtype` is given.
+    """A draft from a local folder; `dtype` overrides what `compute_dtype` chooses for this machine.
 
     Raises:
         DraftError: see `DraftConfig.from_dict`, `read_headers`, `check_tensors`; or a weight is not finite.
@@ -165,8 +167,12 @@ def load_draft_folder(
         weights.update(load_file(file))
     refuse_non_finite(weights, folder)
     model.load_weights(list(weights.items()))
-    if dtype is not None:
-        model.set_dtype(dtype)
+    stored = model.norm.weight.dtype
+    chosen, note = compute_dtype(stored, bool(quantized), dtype)
+    if dtype is not None or chosen != stored:
+        model.set_dtype(chosen)
+    if note:
+        warnings.warn(f"{folder}: {note}", RuntimeWarning, stacklevel=2)
     model.eval()
     mx.eval(model.parameters())
     return model
