@@ -38,10 +38,15 @@ from .licence import read_terms
 
 LAYOUTS = ("mlx", "hf", "speculators")
 SHARD_BYTES = 5 * 10**9  # of the source; mlx-lm's own limit
-KEPT = {  # matrices that are never quantised, and why
+# Matrices that are never quantised, by a part of their names, with the reason.
+KEPT = {
     "fc.weight": "reads the target's raw hidden states",
     "embed_tokens.weight": "looked up by rows, so its size costs no time",
     "lm_head.weight": "picks the tokens",
+    "_codebook": "a table of the candidate selector, looked up and not multiplied",
+    "base_kernel": "a convolution of two rows",
+    "kernel_projection": "makes the kernels of the convolution",
+    "hidden_projection": "scores the candidates",
 }
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -81,9 +86,8 @@ def convert_draft(
     Args:
         hf_path: a repo of the hub or a local folder, in any layout that loads.
         mlx_path: folder to write; must not exist.
-        quantize, q_bits, q_group_size, q_mode: quantise the matrices of attention and MLP. Norms, `fc`, and an
-            embedding and a head of the draft's own keep their dtype; matrices whose columns the group size does not
-            divide are kept and listed.
+        quantize, q_bits, q_group_size, q_mode: quantise the matrices of attention and MLP. Norms and `KEPT` keep
+            their dtype; matrices whose columns the group size does not divide are kept and listed.
         dtype: "bfloat16", "float16" or "float32" for what is not quantised; default: as in the source.
         force: allow float16 for a bfloat16 draft, which is known to overflow.
         to: layout to write: "mlx", "hf" (z-lab's) or "speculators"; for the last two, quantised matrices are
@@ -287,8 +291,8 @@ class _Writer:
         shape = self.layout.recipes[name].shape
         if len(shape) != 2:
             return False
-        if why := KEPT.get(name):
-            self.result.kept.append(f"{name} ({why})")
+        if reason := next((why for part, why in KEPT.items() if part in name), None):
+            self.result.kept.append(f"{name} ({reason})")
             return False
         if shape[1] % self.scheme.group_size:
             self.result.kept.append(f"{name} ({shape[1]} columns, no multiple of {self.scheme.group_size})")

@@ -1,6 +1,6 @@
 """Drafts of llama.cpp: GGUF files of its architecture `dflash`, as z-lab's config and tensor names.
 
-Parsing and dequantising are the `gguf` package's; here are the names and the facts.
+Names and facts; the file itself is `gguf_file`'s, dequantising the `gguf` package's.
 
 Source: llama.cpp, `src/models/dflash.cpp` and `conversion/qwen.py` (`DFlashModel`); the package (0.19.0) does not
 list this architecture. Rotary pairs are halves there as in z-lab's (no permutation of q and k), norms are stored as
@@ -9,7 +9,6 @@ they are, and `dflash.target_layers` counts the input of a layer: one more than 
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,10 +18,11 @@ import mlx.core as mx
 
 from ..errors import DraftError
 from .fields import MAX_SIZE, brief
-from .gguf_counts import check_counts
-from .headers import FLOATS, MAX_DIMENSIONS, TensorInfo, regular_files
+from .gguf_file import GgufFile, Tensor, read
+from .headers import FLOATS, TensorInfo, regular_files
 
 ARCHITECTURE = "dflash"
+F32 = 0  # as ggml numbers its types
 FORKS = {
     name: f"`{name}` is the schema of a fork, which llama.cpp itself does not read; get the draft as `dflash`, "
     "or the original safetensors"
@@ -101,12 +101,12 @@ def find(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def config(file: Path) -> dict[str, Any]:
+def config(path: Path) -> dict[str, Any]:
     """The facts of a draft as z-lab's `config.json` states them.
 
     Raises `DraftError` for another architecture, or a fact that is missing or contradicts another.
     """
-    facts = _Facts(file)
+    facts = _Facts(_open(path))
     found = {name: facts.get(f"{ARCHITECTURE}.{key}", needed) for name, (key, needed) in CONFIG.items()}
     nested = {name: facts.get(f"{ARCHITECTURE}.{key}", needed) for name, (key, needed) in NESTED.items()}
     nested["target_layer_ids"] = _taps(facts)
@@ -118,7 +118,7 @@ def config(file: Path) -> dict[str, Any]:
         "model_type": "qwen3",
         "vocab_size": _vocab_size(facts),
         "rope_scaling": _rope_scaling(facts),
-        "dtype": {"F32": "float32", "BF16": "bfloat16"}[_dtype(facts.reader)],
+        "dtype": {"F32": "float32", "BF16": "bfloat16"}[_dtype(facts.file)],
         "dflash_config": {name: value for name, value in nested.items() if value is not None},
     }
     head = found["head_dim"]
@@ -130,28 +130,23 @@ def config(file: Path) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def file_headers(file: Path) -> dict[str, TensorInfo]:
+def file_headers(path: Path) -> dict[str, TensorInfo]:
     """The tensors of a file under z-lab's names, in the dtype that `load_file` gives."""
-    reader = _open(file)
-    dtype = _dtype(reader)
-    return {name: TensorInfo(dtype, _shape(tensor), file) for name, tensor in _tensors(file).items()}
+    file = _open(path)
+    return {name: TensorInfo(_dtype(file), tensor.shape, path) for name, tensor in _tensors(file).items()}
 
 
-def load_file(file: Path) -> Mapping[str, mx.array]:
+def load_file(path: Path) -> Mapping[str, mx.array]:
     """The tensors of a file under z-lab's names, each dequantised when it is looked up."""
-    return _GgufFile(_tensors(file), FLOATS[_dtype(_open(file))])
+    return _Arrays(_open(path))
 
 
-class _GgufFile(Mapping[str, mx.array]):
-    def __init__(self, tensors: Mapping[str, Any], dtype: mx.Dtype):
-        self.tensors, self.dtype = tensors, dtype
+class _Arrays(Mapping[str, mx.array]):
+    def __init__(self, file: GgufFile):
+        self.file, self.tensors, self.dtype = file, _tensors(file), FLOATS[_dtype(file)]
 
     def __getitem__(self, name: str) -> mx.array:
-        import gguf
-
-        tensor = self.tensors[name]
-        data = gguf.dequantize(tensor.data, tensor.tensor_type)
-        return mx.array(data).reshape(_shape(tensor)).astype(self.dtype)
+        return mx.array(self.file.numbers(self.tensors[name])).astype(self.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
@@ -161,21 +156,18 @@ class _GgufFile(Mapping[str, mx.array]):
 
 
 class _Facts:
-    """Typed look-ups in the metadata; every error names key and file."""
+    """Look-ups in the metadata; every error names key and file."""
 
-    def __init__(self, file: Path):
-        self.file, self.reader = file, _open(file)
+    def __init__(self, file: GgufFile):
+        self.file = file
 
     def error(self, key: str, problem: str) -> DraftError:
-        return DraftError(f"{self.file}: {key}: {problem}")
+        return DraftError(f"{self.file.path}: {key}: {problem}")
 
     def get(self, key: str, needed: bool = True) -> Any:
-        field = self.reader.get_field(key)
-        if field is not None:
-            return field.contents()
-        if needed:
+        if needed and key not in self.file.keys:
             raise self.error(key, "missing; the draft can't be run without it")
-        return None
+        return self.file.keys.get(key)
 
 
 def _taps(facts: _Facts) -> list[int]:
@@ -195,9 +187,7 @@ def _mask_token(facts: _Facts) -> int:
 
 def _vocab_size(facts: _Facts) -> int:
     """There is no embedding in the file: the size is stated, or that of the target's tokenizer that was copied in."""
-    stated = facts.get(f"{ARCHITECTURE}.vocab_size", False)
-    tokens = facts.reader.get_field("tokenizer.ggml.tokens")
-    size = stated if stated is not None else len(tokens.data) if tokens is not None else None
+    size = facts.get(f"{ARCHITECTURE}.vocab_size", False) or facts.file.lengths.get("tokenizer.ggml.tokens")
     if size is None:
         raise facts.error(
             "tokenizer.ggml.tokens",
@@ -234,57 +224,31 @@ def _rope_scaling(facts: _Facts) -> dict[str, Any] | None:
     return found
 
 
-def _tensors(file: Path) -> dict[str, Any]:
-    """The package's tensors under z-lab's names; one without such a name is refused."""
+def _tensors(file: GgufFile) -> dict[str, Tensor]:
+    """The tensors under z-lab's names; one without such a name is refused."""
     found = {}
-    for tensor in _open(file).tensors:
+    for tensor in file.tensors:
         layer = re.fullmatch(r"blk\.(0|[1-9]\d{0,4})\.(.+)", tensor.name)
         name = LAYER_TENSORS.get(layer[2]) if layer else TENSORS.get(tensor.name)
         if name is None:
             other = next((what for part, what in OTHER_TENSORS.items() if part in tensor.name), None)
-            raise DraftError(f"{file}: {other or 'not a draft that is read'} (it has {brief(tensor.name)})")
+            raise DraftError(f"{file.path}: {other or 'not a draft that is read'} (it has {brief(tensor.name)})")
         found[f"layers.{layer[1]}.{name}" if layer else name] = tensor
     return found
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(int(n) for n in reversed(tensor.shape.tolist()))
-
-
-def _dtype(reader: Any) -> str:
+def _dtype(file: GgufFile) -> str:
     """bfloat16, as drafts are trained (float16 overflows in them), unless the file has the matrices in float32."""
-    import gguf
-
-    matrices = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) == 2}
-    return "F32" if matrices == {gguf.GGMLQuantizationType.F32} else "BF16"
+    return "F32" if {tensor.kind for tensor in file.tensors if len(tensor.shape) == 2} == {F32} else "BF16"
 
 
-def _open(file: Path) -> Any:
-    stat = file.stat()
-    return _reader(file, stat.st_mtime_ns, stat.st_size)
-
-
-@functools.lru_cache(maxsize=2)  # parsing takes seconds where a tokenizer is in the file
-def _reader(file: Path, *_stamp: int) -> Any:
-    """The package's reader of a file that is a DFlash draft."""
-    try:
-        import gguf
-    except ImportError:
-        raise DraftError(f"{file}: GGUF needs the gguf package: pip install 'dflash-mlx[gguf]'") from None
-    check_counts(file)
-    try:
-        reader = gguf.GGUFReader(file)
-        names = {name: field.contents() for name in ("general.architecture", "split.count")
-                 if (field := reader.get_field(name)) is not None}  # fmt: skip
-    except Exception as error:  # a damaged file may raise anything that indexing can
-        raise DraftError(f"{file}: not a GGUF file, or damaged ({type(error).__name__}: {brief(str(error))})") from None
-    architecture = names.get("general.architecture")
+def _open(path: Path) -> GgufFile:
+    """A file that is a DFlash draft, whole."""
+    file = read(path)
+    architecture = file.keys.get("general.architecture")
     if architecture != ARCHITECTURE:
         what = FORKS.get(str(architecture), "not a DFlash draft; a target goes to --model, in mlx-lm's format")
-        raise DraftError(f"{file}: general.architecture {brief(architecture)}: {what}")
-    if names.get("split.count", 1) > 1:
-        raise DraftError(f"{file}: one part of {names['split.count']}; merge them with llama-gguf-split")
-    for tensor in reader.tensors:
-        if len(tensor.shape) > MAX_DIMENSIONS or not all(0 < n <= MAX_SIZE for n in tensor.shape.tolist()):
-            raise DraftError(f"{file}: {brief(tensor.name)} has an impossible shape; the file is damaged")
-    return reader
+        raise DraftError(f"{path}: general.architecture {brief(architecture)}: {what}")
+    if (parts := file.keys.get("split.count", 1)) != 1:
+        raise DraftError(f"{path}: one part of {brief(parts)}; merge them with llama-gguf-split")
+    return file

@@ -98,7 +98,7 @@ def indexed_files(index: Path) -> list[Path]:
     """The files that an index names, each in its own folder."""
     weight_map = read_json(index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not names or not all(isinstance(n, str) and n and Path(n).name == n for n in names):
+    if not names or not all(isinstance(n, str) and n.isprintable() and Path(n).name == n != "" for n in names):
         raise DraftError(f"{index}: weight_map must name files of this folder, found {brief(weight_map)}")
     files = [index.parent / name for name in sorted(set(names))]
     for file in files:

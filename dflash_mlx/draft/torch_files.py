@@ -7,6 +7,9 @@ no dependency; without it a folder of such files is an error that says what to d
 from __future__ import annotations
 
 import functools
+import pickle
+import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -145,11 +148,11 @@ def _tensors(file: Path, *_stamp: int) -> dict[str, Any]:
 
 def _load(file: Path) -> Any:
     torch = import_torch(file)
-    import pickle
-
-    zipped = zipfile.is_zipfile(file)  # torch's old format can't be mapped
+    _check_zip(file)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of how the pickle was written
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         name = _refused(str(error))
         raise DraftError(f"{file}: {name}; only plain tensors are read, and nothing in the file was run") from None
@@ -157,10 +160,22 @@ def _load(file: Path) -> Any:
         raise DraftError(f"{file}: torch can't read it ({type(error).__name__}: {brief(str(error))})") from None
 
 
+def _check_zip(file: Path) -> None:
+    """Raise `DraftError` for what `torch.save` does not write: its form of before 2020, or compressed data."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError):
+        stored = False
+    if not stored:
+        raise DraftError(
+            f"{file}: cut short, or not as torch.save writes it today; download it again, "
+            "or save the tensors as safetensors on a machine that reads it"
+        )
+
+
 def _refused(error: str) -> str:
     """What torch met, from its message of many lines."""
-    import re
-
     found = re.search(r"(?:GLOBAL |global |type |function |class )([\w.]+)", error)
     what = f"`{found.group(1)}`" if found else "something"
     return f"a pickle with {what} in it, which may be code"

@@ -8,6 +8,7 @@ no hub and no target.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import DraftError
 from . import gguf
+from .compute_dtype import compute_dtype
 from .config import DraftConfig
 from .dflash2 import DFlash2DraftModel
 from .fields import brief, read_json
@@ -178,7 +180,7 @@ def _quantized(config: DraftConfig, recipes: Recipes, path: str, shape: tuple[in
 def load_draft_folder(
     folder: Path, dtype: mx.Dtype | None = None, attn_implementation: str = "sdpa"
 ) -> DFlashDraftModel:
-    """A draft from a local folder, in the dtype its tensors have unless `dtype` is given.
+    """A draft from a local folder; `dtype` overrides what `compute_dtype` chooses for this machine.
 
     Raises:
         DraftError: see `DraftConfig.from_dict`, `read_headers`, `check_tensors`; or a weight is not finite.
@@ -191,8 +193,12 @@ def load_draft_folder(
     refuse_non_finite(weights, folder)
     refuse_bad_ids(weights, config, folder)
     model.load_weights(list(weights.items()))
-    if dtype is not None:
-        model.set_dtype(dtype)
+    stored = model.norm.weight.dtype
+    chosen, note = compute_dtype(stored, bool(quantized), dtype)
+    if dtype is not None or chosen != stored:
+        model.set_dtype(chosen)
+    if note:
+        warnings.warn(f"{folder}: {note}", RuntimeWarning, stacklevel=2)
     model.eval()
     mx.eval(model.parameters())
     return model
