@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_mlx import demo
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.loading import SUBFOLDER
 
 if TYPE_CHECKING:
     from .convert import Conversion
@@ -32,6 +33,8 @@ def source_metadata(folder: Path, notes: list[str]) -> dict[str, Any]:
     from yaml import YAMLError
 
     readme = folder / "README.md"
+    if folder.name == SUBFOLDER and not readme.is_file() and (folder.parent / "config.json").is_file():
+        readme = folder.parent / "README.md"  # the repo's, target and draft alike
     try:
         return (metadata_load(readme) or {}) if readme.is_file() else {}
     except (ValueError, YAMLError):
@@ -63,7 +66,7 @@ def write_card(folder: Path, source: str, revision: str | None, source_folder: P
         link="." if local else f"https://huggingface.co/{source}",
         revision=f" at revision {revision}" if revision else "",
         what=f"quantised to {quantization['bits']} bits" if quantization else f"in {config.dtype or 'its own dtype'}",
-        block=config.block_size,
+        block=config.widest_block,
         licence=licence or "not stated by the source; ask its authors before you pass it on",
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")

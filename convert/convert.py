@@ -1,4 +1,4 @@
-"""Convert a draft: z-lab's layout to MLX (optionally quantised) and back.
+"""Convert a draft: any published layout to z-lab's names, for MLX (optionally quantised) or for PyTorch.
 
 Tensors stream through, one output file at a time; the result appears whole or not at all. Knows files and
 tensors; the draft's facts and checks are `dflash_mlx.draft`'s.
@@ -18,19 +18,29 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.draft.config import DraftConfig
-from dflash_mlx.draft.headers import FLOATS, TensorInfo, load_file, read_headers
-from dflash_mlx.draft.weights import MODES, Quantized, check_tensors, folder_config, refuse_non_finite
+from dflash_mlx.draft.headers import FLOATS, TensorInfo, read_headers
+from dflash_mlx.draft.weights import (
+    MODES,
+    Layout,
+    Quantized,
+    check_tensors,
+    folder_config,
+    make,
+    refuse_bad_ids,
+    refuse_non_finite,
+)
 from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.loading import fetch_draft
 
 from .card import check_repo_name, upload, write_card
 
 SHARD_BYTES = 5 * 10**9  # of the source; mlx-lm's own limit
-# Matrices that are never quantised, by a part of their names, with the reason.
-KEPT = {
+KEPT = {  # matrices that are never quantised, by a part of their names, and why
     "fc.weight": "reads the target's raw hidden states",
-    "_codebook": "a table of the candidate selector, looked up and not multiplied",
-    "base_kernel": "a convolution of two rows",
+    "embed_tokens.weight": "looked up by rows, so its size costs no time",
+    "lm_head.weight": "picks the tokens",
+    "_codebook": "a table of the candidate selector, looked up by rows",
+    "base_kernel": "a convolution of a few rows",
     "kernel_projection": "makes the kernels of the convolution",
     "hidden_projection": "scores the candidates",
 }
@@ -68,7 +78,7 @@ def convert_draft(
     """Convert a draft.
 
     Args:
-        hf_path: a repo of the hub or a local folder, in z-lab's layout or already in MLX's.
+        hf_path: a repo of the hub or a local folder, in any layout that loads.
         mlx_path: folder to write; must not exist.
         quantize, q_bits, q_group_size, q_mode: quantise the matrices of attention and MLP. Norms and `KEPT` keep
             their dtype; matrices whose columns the group size does not divide are kept and listed.
@@ -91,11 +101,11 @@ def convert_draft(
     folder = fetch_draft(str(hf_path), revision)
     stated = folder_config(folder)
     tensors = read_headers(folder)
-    config, quantized = check_tensors(stated, tensors, folder)
-    _check_options(hf_path, config, tensors, quantized, scheme, dtype, force, to_hf)
-    result = Conversion(destination, config)
-    writer = _Writer(tensors, quantized, None if to_hf else scheme, dtype, to_hf, result)
-    result.config = _new_config(config, quantized, scheme, dtype, to_hf)
+    layout = check_tensors(stated, tensors, folder)
+    _check_options(hf_path, layout, scheme, dtype, force, to_hf)
+    config = _new_config(layout, scheme, dtype, to_hf)
+    result = Conversion(destination, config, notes=[f"{name} left out: {why}" for name, why in layout.unused.items()])
+    writer = _Writer(tensors, layout, None if to_hf else scheme, dtype, to_hf, result)
     with _whole(destination) as temporary:
         writer.write(temporary, progress)
         (temporary / "config.json").write_text(json.dumps(result.config.to_dict(), indent=4) + "\n")
@@ -148,22 +158,18 @@ def _scheme(quantize: bool, bits: int | None, group_size: int | None, mode: str)
 
 
 def _check_options(
-    source: object,
-    config: DraftConfig,
-    tensors: Mapping[str, TensorInfo],
-    quantized: Mapping[str, Quantized],
-    scheme: Quantized | None,
-    dtype: str | None,
-    force: bool,
-    to_hf: bool,
+    source: object, layout: Layout, scheme: Quantized | None, dtype: str | None, force: bool, to_hf: bool
 ) -> None:
+    config, quantized, recipes = layout.config, layout.quantized, layout.recipes
     if quantized and scheme:
         raise DraftError(f"{source} is quantised already; quantise the original, a second time only loses precision")
     if to_hf and scheme:
         raise DFlashError("--to-hf writes unquantised weights; leave out -q")
     if quantized and dtype and not to_hf:
         raise DFlashError("--dtype can't change a quantised draft; convert the original")
-    wide = config.dtype in ("bfloat16", "float32") or any(t.dtype in ("BF16", "F32") for t in tensors.values())
+    wide = config.dtype in ("bfloat16", "float32") or any(
+        recipe.dtype in ("BF16", "F32") for recipe in recipes.values()
+    )
     if dtype == "float16" and wide and not force:
         raise DFlashError(
             "--dtype float16 overflows in DFlash drafts and makes acceptance 0 without a message; "
@@ -171,13 +177,11 @@ def _check_options(
         )
 
 
-def _new_config(
-    config: DraftConfig, quantized: Mapping[str, Quantized], scheme: Quantized | None, dtype: str | None, to_hf: bool
-) -> DraftConfig:
-    quantization = config.quantization if quantized and not to_hf else None
+def _new_config(layout: Layout, scheme: Quantized | None, dtype: str | None, to_hf: bool) -> DraftConfig:
+    quantization = layout.config.quantization if layout.quantized and not to_hf else None
     if scheme:
         quantization = vars(scheme)
-    return replace(config, dtype=dtype or config.dtype, quantization=quantization)
+    return replace(layout.config, dtype=dtype or layout.config.dtype, quantization=quantization)
 
 
 @dataclass
@@ -185,7 +189,7 @@ class _Writer:
     """Streams tensors from source files to output files, about one file's worth in memory."""
 
     tensors: Mapping[str, TensorInfo]
-    quantized: Mapping[str, Quantized]
+    layout: Layout
     scheme: Quantized | None
     dtype: str | None
     to_hf: bool
@@ -193,7 +197,7 @@ class _Writer:
 
     def write(self, folder: Path, progress: Callable[[int, int], None]) -> None:
         groups = list(self._groups())
-        total, done = sum(t.nbytes for t in self.tensors.values()), 0
+        total, done = sum(recipe.nbytes for recipe in self.layout.recipes.values()), 0
         index: dict[str, str] = {}
         for i, names in enumerate(groups, 1):
             file = "model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
@@ -205,7 +209,7 @@ class _Writer:
             index.update(dict.fromkeys(arrays, file))
             self.result.tensors += len(arrays)
             self.result.nbytes += sum(array.nbytes for array in arrays.values())
-            done += sum(self.tensors[name].nbytes for name in names)
+            done += sum(self.layout.recipes[name].nbytes for name in names)
             del arrays
             mx.clear_cache()
             progress(done, total)
@@ -214,16 +218,16 @@ class _Writer:
             (folder / "model.safetensors.index.json").write_text(json.dumps(meta, indent=4) + "\n")
 
     def _groups(self) -> Iterator[list[str]]:
-        """Source tensors by output file; the parts of a quantised matrix stay together."""
+        """Names by output file; the parts of a quantised matrix stay together."""
 
         def module(name: str) -> str:
             return name.rpartition(".")[0]
 
         group: list[str] = []
         size = 0
-        for _, parts in itertools.groupby(sorted(self.tensors, key=module), module):
+        for _, parts in itertools.groupby(sorted(self.layout.recipes, key=module), module):
             names = sorted(parts)
-            more = sum(self.tensors[name].nbytes for name in names)
+            more = sum(self.layout.recipes[name].nbytes for name in names)
             if group and size + more > SHARD_BYTES:
                 yield group
                 group, size = [], 0
@@ -232,13 +236,14 @@ class _Writer:
         yield group
 
     def _convert(self, names: list[str]) -> dict[str, mx.array]:
-        sources = {file: load_file(file) for file in {self.tensors[name].file for name in names}}  # lazy
-        arrays = {name: sources[self.tensors[name].file][name] for name in names}
-        refuse_non_finite(arrays, self.tensors[names[0]].file.parent)
+        arrays = make(names, self.layout.recipes, self.tensors)  # lazy
+        folder = self.layout.recipes[names[0]].file.parent
+        refuse_non_finite(arrays, folder)
+        refuse_bad_ids(arrays, self.layout.config, folder)
         out: dict[str, mx.array] = {}
         for name, array in arrays.items():
             path, _, kind = name.rpartition(".")
-            if path in self.quantized:
+            if path in self.layout.quantized:
                 if not self.to_hf:
                     out[name] = array
                 elif kind == "weight":
@@ -255,7 +260,7 @@ class _Writer:
 
     def _quantizable(self, name: str) -> bool:
         assert self.scheme is not None
-        shape = self.tensors[name].shape
+        shape = self.layout.recipes[name].shape
         if len(shape) != 2:
             return False
         if reason := next((why for part, why in KEPT.items() if part in name), None):
@@ -267,14 +272,14 @@ class _Writer:
         return True
 
     def _dequantized(self, path: str, arrays: Mapping[str, mx.array]) -> mx.array:
-        how = self.quantized[path]
+        how = self.layout.quantized[path]
         weight = mx.dequantize(
             arrays[f"{path}.weight"], arrays[f"{path}.scales"], arrays.get(f"{path}.biases"),
             how.group_size, how.bits, mode=how.mode,
         )  # fmt: skip
         self.result.notes.append(f"{path} dequantised from {how.bits} bits")
-        own = FLOATS[self.tensors["norm.weight"].dtype]  # mxfp4 and its like don't keep it
+        own = FLOATS[self.layout.recipes["norm.weight"].dtype]  # mxfp4 and its like don't keep it
         return self._cast(weight.astype(own))
 
     def _cast(self, array: mx.array) -> mx.array:
-        return array.astype(DTYPES[self.dtype]) if self.dtype else array
+        return array.astype(DTYPES[self.dtype]) if self.dtype and mx.issubdtype(array.dtype, mx.floating) else array

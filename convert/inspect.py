@@ -13,12 +13,14 @@ from dflash_mlx.draft.config import DraftConfig
 from dflash_mlx.draft.headers import TensorInfo, read_headers
 from dflash_mlx.draft.weights import Quantized, check_tensors, folder_facts
 from dflash_mlx.errors import DraftError
+from dflash_mlx.loading import SUBFOLDER, peek_draft
 
 # Tensor names that give a layout away, most telling first.
 KINDS = {
     "candidate_selector.": "DFlash 2 draft",
     "markov_head.": "DSpark draft",
-    "encoder.": "Muse assistant draft",
+    "encoder.output_norm_enc.": "DFlash draft in the layout of Meta's Muse assistant",
+    "aux_hidden_norms.": "DFlash draft in the layout of poolside's Laguna",
     "hidden_norm.": "DFlash draft",
     "embed_tokens.": "target, or a draft with its own embedding",
 }
@@ -60,7 +62,7 @@ def inspect_draft(path_or_repo: str | Path, *, revision: str | None = None) -> I
     problem = None
     try:
         config = DraftConfig.from_dict(raw, stated_in)
-        config, quantized = check_tensors(config, tensors, folder)
+        config, quantized, *_ = check_tensors(config, tensors, folder)
     except DraftError as error:
         problem = str(error)
     census: dict[str, Counter] = {}
@@ -84,11 +86,10 @@ def inspect_draft(path_or_repo: str | Path, *, revision: str | None = None) -> I
 
 
 def _headers(source: str, revision: str | None) -> tuple[Path, Mapping[str, TensorInfo]]:
-    local = demo.DRAFT if source == demo.NAME else Path(source).expanduser()
-    if local.is_dir():
-        return local, read_headers(local)
-    folder = hub.fetch(source, revision=revision, allow_patterns=["config.json", "README.md"], what="draft")
-    return folder, hub.remote_headers(source, revision)
+    folder = demo.DRAFT if source == demo.NAME else peek_draft(source, revision)
+    if source == demo.NAME or Path(source).expanduser().is_dir():
+        return folder, read_headers(folder)
+    return folder, hub.remote_headers(source, revision, SUBFOLDER if folder.name == SUBFOLDER else None)
 
 
 def _kind(raw: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
@@ -102,7 +103,7 @@ def _fits(config: DraftConfig | None, raw: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     base = raw.get("base_model") or raw.get("target_model_name_or_path")
     return {
-        "hidden_size": config.target_hidden_size or config.hidden_size,
+        "hidden_size": config.tap_size,
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.num_target_layers or f"more than {max(config.target_layer_ids)}",
         "base_model": base if isinstance(base, str) else None,

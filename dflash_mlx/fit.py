@@ -66,8 +66,7 @@ def refuse_draft_as_target(name: str, config: Mapping[str, Any]) -> None:
 def check_fit(draft: DraftConfig, target: TargetFacts, draft_name: str) -> None:
     """Raise `DraftError` with both numbers unless the draft was made for a target of these sizes."""
     for what, ours, theirs in (
-        ("hidden_size", draft.hidden_size, target.hidden_size),
-        ("target_hidden_size", draft.target_hidden_size or draft.hidden_size, target.hidden_size),
+        ("target_hidden_size" if draft.target_hidden_size else "hidden_size", draft.tap_size, target.hidden_size),
         ("vocab_size", draft.vocab_size, target.vocab_size),
         ("num_target_layers", draft.num_target_layers or target.num_layers, target.num_layers),
     ):

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .errors import DFlashError
 
 if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
     from .draft.headers import TensorInfo
 
 T = TypeVar("T")
@@ -67,8 +69,13 @@ def peek_config(name: str, revision: str | None = None, *, what: str = "model") 
     return folder, read_json(folder / "config.json")
 
 
-def remote_headers(name: str, revision: str | None = None, *, what: str = "draft") -> dict[str, TensorInfo]:
-    """Every tensor of a repo, by range requests for the headers of its safetensors files; raises as `fetch`."""
+def remote_headers(
+    name: str, revision: str | None = None, subfolder: str | None = None, *, what: str = "draft"
+) -> dict[str, TensorInfo]:
+    """Every tensor of a repo or of a folder of it, by range requests for the headers of its safetensors files.
+
+    Raises as `fetch`.
+    """
     from .draft.headers import TensorInfo
 
     def read() -> dict[str, TensorInfo]:
@@ -76,18 +83,29 @@ def remote_headers(name: str, revision: str | None = None, *, what: str = "draft
         from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
         try:
-            metadata = HfApi().get_safetensors_metadata(name, revision=revision)
+            files = _remote_files(HfApi(), name, revision, subfolder)
         except NotASafetensorsRepoError:
             raise DFlashError(f"{what} {name}: the repo holds no model.safetensors") from None
         except SafetensorsParsingError:
             raise DFlashError(f"{what} {name}: the repo holds a damaged safetensors file") from None
         return {
             tensor: TensorInfo(info.dtype, tuple(info.shape), Path(file))
-            for file, part in metadata.files_metadata.items()
+            for file, part in files.items()
             for tensor, info in part.tensors.items()
         }
 
     return _explained(read, name, revision, what)
+
+
+def _remote_files(api: HfApi, name: str, revision: str | None, subfolder: str | None) -> dict[str, Any]:
+    """The parsed header of each safetensors file; the library itself looks at the top of a repo only."""
+    if subfolder is None:
+        return dict(api.get_safetensors_metadata(name, revision=revision).files_metadata)
+    return {
+        file: api.parse_safetensors_file_metadata(name, file, revision=revision)
+        for file in api.list_repo_files(name, revision=revision)
+        if file.startswith(f"{subfolder}/") and file.endswith(".safetensors")
+    }
 
 
 def _explained(action: Callable[[], T], name: str, revision: str | None, what: str) -> T:

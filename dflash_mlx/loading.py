@@ -27,7 +27,8 @@ from .target import Target
 
 AUTO, NONE = "auto", "none"
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken", "*.model")
-DRAFT_FILES = ("*.json", "*.safetensors", "README.md")
+DRAFT_FILES = ("*.json", "*.safetensors", "README.md", "mask_embedding.pt")
+SUBFOLDER = "dflash"  # of a repo that holds the target as well (Xiaomi's MiMo)
 
 
 @dataclass
@@ -167,7 +168,7 @@ def load_draft(
     name = str(path_or_repo)
     folder = fetch_draft(name, revision)
     if target is not None:
-        _check_on(target, check_draft_folder(folder)[0], name)
+        _check_on(target, check_draft_folder(folder).config, name)
     return load_draft_folder(folder, dtype, attn_implementation)
 
 
@@ -175,7 +176,20 @@ def fetch_draft(name: str, revision: str | None = None) -> Path:
     """The local folder of a draft: bundled, local, or downloaded."""
     if name == demo.NAME:
         return demo.DRAFT
-    return hub.fetch(name, revision=revision, allow_patterns=DRAFT_FILES, what="draft")
+    folder = peek_draft(name, revision)
+    if Path(name).expanduser().is_dir():
+        return folder
+    inside = ["README.md", *(f"{SUBFOLDER}/{file}" for file in DRAFT_FILES)]
+    files = inside if folder.name == SUBFOLDER else DRAFT_FILES
+    whole = hub.fetch(name, revision=revision, allow_patterns=files, what="draft")
+    return whole / SUBFOLDER if folder.name == SUBFOLDER else whole
+
+
+def peek_draft(name: str, revision: str | None = None) -> Path:
+    """The folder that holds a draft's config, its weights left where they are; it may lie in a subfolder."""
+    files = (*hub.CONFIG_FILES, *(f"{SUBFOLDER}/{file}" for file in hub.CONFIG_FILES))
+    folder = hub.fetch(name, revision=revision, allow_patterns=files, what="draft")
+    return folder / SUBFOLDER if (folder / SUBFOLDER / "config.json").is_file() else folder
 
 
 def end_tokens(folder: Path) -> set[int]:
@@ -227,14 +241,14 @@ def _take(result: Plan, name: str, revision: str | None, target_folder: Path, co
     """Use this draft or raise: its config against the target's first, then the family, then its tensors."""
     facts = TargetFacts.from_config(result.model, config)
     if name != demo.NAME:
-        folder = hub.fetch(name, revision=revision, allow_patterns=hub.CONFIG_FILES, what="draft")
+        folder = peek_draft(name, revision)
         check_fit(folder_config(folder), facts, name)
         check_special_tokens(folder, target_folder, name)
     check_family(result.model, config)
     folder = fetch_draft(name, revision)
-    draft_config, _ = check_draft_folder(folder)
+    draft_config = check_draft_folder(folder).config
     check_fit(draft_config, facts, name)
-    result.draft, result.draft_folder, result.block_size = name, folder, draft_config.block_size
+    result.draft, result.draft_folder, result.block_size = name, folder, draft_config.widest_block
 
 
 def _check_on(model: nn.Module, config: DraftConfig, name: str) -> None:

@@ -578,10 +578,15 @@ OTHERS = {
     "DFlash 2": (["candidate_selector.weight", "layers.0.attention_conv.weight"], {}, "DFlash 2 draft", "DFlash 2"),
     "DSpark": (["markov_head.weight"], {}, "DSpark draft", "DSpark"),
     "Laguna": (["layers.0.self_attn.g_proj.weight"], {}, "DFlash draft", "gated attention"),
-    "Muse": (["encoder.layers.0.weight"], {}, "Muse assistant draft", "Muse assistant"),
+    "Muse": (["encoder.fc.weight"], {}, "DFlash draft", "are both fc.weight"),
     "own head": (["lm_head.weight", "d2t"], {}, "DFlash draft", "reduced vocabulary"),
-    "speculators": ([], {"transformer_layer_config": {}}, "DFlash draft in the `speculators` layout", "speculators"),
-    "fp8": (["layers.0.mlp.up_proj.weight_scale"], {}, "DFlash draft", "quantised by another tool"),
+    "speculators": (
+        [],
+        {"transformer_layer_config": {}},
+        "DFlash draft in the `speculators` layout",
+        "transformer_layer_config: missing",
+    ),
+    "fp8": (["layers.0.mlp.up_proj.weight_scale"], {}, "DFlash draft", "is a scheme that is not read"),
     "unheard of": (["layers.0.surprise"], {}, "DFlash draft", "unknown tensor 'layers.0.surprise'"),
     "no rope": ([], {"rope_theta": None}, "DFlash draft", "rope_theta"),
 }  # fmt: skip

@@ -124,12 +124,12 @@ FAULTS = {
     "is_causal of text": (spelled(is_causal="yes"), "is_causal"),
     "another activation": (spelled(hidden_act="gelu"), "hidden_act"),
     "partial rotary of the rope": (
-        spelled(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}),
-        "partial_rotary_factor",
+        spelled(rope_scaling={"rope_type": "default", "partial_rotary_factor": 1.5}),
+        "rope_scaling.partial_rotary_factor",
     ),
-    "partial rotary": (spelled(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "partial rotary": (spelled(partial_rotary_factor=0.1), "partial_rotary_factor"),
     "DFlash 2": (spelled(architectures=["DFlash2DraftModel"]), "DFlash 2"),
-    "speculators": (spelled(transformer_layer_config={}), "speculators"),
+    "speculators": (spelled(transformer_layer_config={}), "transformer_layer_config"),
     "a target": (spelled(architectures=["Qwen3ForCausalLM"], dflash_config=None), "Qwen3ForCausalLM"),
 }  # fmt: skip
 

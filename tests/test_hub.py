@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ from dflash_mlx.errors import DFlashError
 
 OLD, NEW = "0" * 39 + "a", "1" * 39 + "b"
 DRAFT, GATED, UPLOADED = "some-lab/draft", "some-lab/gated", "me/uploaded"
+BESIDE = "some-lab/target-and-draft"
 
 # Runs the calls of argv[1] in a process that has the fake hub for the hub; the outcomes are its whole stdout.
 WORKER = """
 import json, sys
-from dflash_mlx import hub
+from dflash_mlx import hub, loading
 from dflash_mlx.errors import DFlashError
 from huggingface_hub import HfApi
 
@@ -33,9 +35,12 @@ def upload(name, folder):
 
 def call(function, arguments):
     try:
-        value = upload(**arguments) if function == "upload" else getattr(hub, function)(**arguments)
+        owner = loading if function == "fetch_draft" else hub
+        value = upload(**arguments) if function == "upload" else getattr(owner, function)(**arguments)
     except DFlashError as error:
         return {"error": str(error)}
+    if function == "fetch_draft":
+        value = [str(path.relative_to(value)) for path in value.rglob("*")]
     if function == "remote_headers":
         value = {name: [info.dtype, info.shape] for name, info in value.items()}
     return {"value": value}
@@ -61,6 +66,11 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
         server.add_repo(DRAFT, folder, revision_sha=OLD)
         server.add_repo(DRAFT, demo.DRAFT, revision_sha=NEW)
         server.add_repo(GATED, folder, gated=True)
+        both = tmp_path_factory.mktemp("both")
+        (both / "config.json").write_text("{}")
+        (both / "model.safetensors").write_bytes(b"a whole target")
+        shutil.copytree(demo.DRAFT, both / "dflash")
+        server.add_repo(BESIDE, both)
         yield server
 
 
@@ -77,6 +87,8 @@ def online(fake: FakeHub, home: Path) -> dict[str, dict[str, Any]]:
         "old": ["peek_config", {"name": DRAFT, "revision": OLD}],
         "abbreviated": ["fetch", {"name": DRAFT, "revision": OLD[:12]}],
         "all": ["fetch", {"name": DRAFT, "revision": NEW}],
+        "beside": ["fetch_draft", {"name": BESIDE}],
+        "headers beside": ["remote_headers", {"name": BESIDE, "subfolder": "dflash"}],
         "gated": ["fetch", {"name": GATED, "what": "draft"}],
         "missing": ["fetch", {"name": "some-lab/nothing", "what": "target"}],
         "no revision": ["fetch", {"name": DRAFT, "revision": "nowhere"}],
@@ -107,6 +119,14 @@ def test_abbreviated_commit_is_resolved_by_the_hub(online: dict[str, Any]) -> No
 def test_remote_headers_equal_local_ones(online: dict[str, Any]) -> None:
     local = {name: [info.dtype, list(info.shape)] for name, info in read_headers(demo.DRAFT).items()}
     assert online["headers"]["value"] == local
+
+
+def test_a_draft_beside_its_target_comes_without_the_target(fake: FakeHub, online: dict[str, Any]) -> None:
+    assert sorted(online["beside"]["value"]) == ["config.json", "model.safetensors"]
+    assert online["headers beside"]["value"] == online["headers"]["value"]
+    weights = [path for _, path in fake.requests if path.startswith(f"/{BESIDE}/") and path.endswith(".safetensors")]
+    assert weights
+    assert all("/dflash/" in path for path in weights)
 
 
 def test_upload_arrives_and_can_be_downloaded(fake: FakeHub, online: dict[str, Any]) -> None:

@@ -222,9 +222,12 @@ DRAFTS: dict[str, tuple[Callable[[Pair], Any], tuple[str, ...]]] = {
     "missing tensor": (lambda p: p.tensors(drop="hidden_norm.weight"), ("tensor hidden_norm.weight is missing",)),
     "unknown tensor": (
         lambda p: p.tensors(layers__0__surprise=mx.ones((2,))),
-        ("unknown tensor 'layers.0.surprise'; this is not a draft of the z-lab layout",),
+        ("unknown tensor 'layers.0.surprise'; it belongs to no layout of a draft that is read",),
     ),
-    "gated attention": (lambda p: p.tensors(layers__0__self_attn__g_proj__weight=mx.ones((4, 64))), ("Laguna",)),
+    "gated attention": (
+        lambda p: p.tensors(layers__0__self_attn__g_proj__weight=mx.ones((4, 64))),
+        ("gated attention, but config.json does not say how",),
+    ),
     "second generation, by its tensors": (
         lambda p: p.tensors(candidate_selector__weight=mx.ones((4, 64))),
         ("a DFlash 2 draft", "candidate_selector"),
@@ -234,13 +237,25 @@ DRAFTS: dict[str, tuple[Callable[[Pair], Any], tuple[str, ...]]] = {
         ("a DFlash 2 draft",),
     ),
     "DSpark": (lambda p: p.tensors(markov_head__weight=mx.ones((4, 64))), ("a DSpark draft",)),
-    "its own head and vocabulary": (add_codes, ("`speculators` draft with a reduced vocabulary", "'d2t'")),
-    "its own embedding": (lambda p: p.tensors(embed_tokens__weight=mx.ones((256, 64))), ("its own embedding",)),
-    "toolkit layout": (lambda p: p.config(transformer_layer_config={"hidden_size": 64}), ("a `speculators` draft",)),
-    "EAGLE": (lambda p: p.config(eagle_config={}), ("an EAGLE draft",)),
+    "its own head and vocabulary": (
+        add_codes,
+        ("a draft with a reduced vocabulary, but config.json has no draft_vocab_size", "'d2t'"),
+    ),
+    "its own embedding": (
+        lambda p: p.tensors(embed_tokens__weight=mx.ones((250, 64))),
+        ("embed_tokens.weight has shape [250, 64]", "[256, 64]"),
+    ),
+    "toolkit layout": (
+        lambda p: p.config(transformer_layer_config={"hidden_size": 64}),
+        ("transformer_layer_config.", "missing"),
+    ),
+    "EAGLE": (
+        lambda p: p.config(architectures=["LlamaForCausalLMEagle3"], dflash_config=None, eagle_config={}),
+        ("an EAGLE draft",),
+    ),
     "quantised by another tool": (
         lambda p: p.tensors(layers__0__mlp__up_proj__weight_scale=mx.ones((96, 1))),
-        ("quantised by another tool",),
+        ("up_proj: weight of dtype F32 with weight, weight_scale is a scheme that is not read",),
     ),
     "a dtype that is not read": (
         lambda p: p.tensors(norm__weight=mx.ones((64,), mx.int64)),

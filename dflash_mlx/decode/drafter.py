@@ -92,7 +92,7 @@ class DFlashDrafter:
 
     def __init__(self, draft: DFlashDraftModel):
         self.draft = draft
-        self.block_size = draft.config.block_size
+        self.block_size = draft.config.widest_block
         self.target_layer_ids: Sequence[int] = draft.config.target_layer_ids
 
     @property
@@ -113,8 +113,7 @@ class DFlashDrafter:
         context = request.context
         if context is None:
             context = mx.zeros((1, 0, self.draft.config.hidden_size), self.dtype)
-        masks = mx.full((request.width - 1,), self.draft.config.mask_token_id, request.anchor.dtype)
-        block = mx.concatenate([request.anchor, masks])[None]
+        block = self.draft.block(request.anchor[None], request.width - 1)
         hidden = self.draft.hidden(block, context, request.cache, request.target.embed)
         logits = self.draft.compute_logits(hidden, request.target.head)[0]  # [width - 1, V]
         finite = mx.isfinite(hidden).all()

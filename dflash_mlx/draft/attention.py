@@ -14,16 +14,20 @@ import mlx.core as mx
 from mlx import nn
 
 from .cache import DraftKVCache
-from .config import DraftConfig
+from .config import PER_HEAD, DraftConfig
 
 Mask = mx.array | str | None
-AttentionFunction = Callable[[mx.array, mx.array, mx.array, float, Mask], mx.array]
+AttentionFunction = Callable[[mx.array, mx.array, mx.array, float, Mask, "mx.array | None"], mx.array]
+GATES: dict[str, Callable[[mx.array], mx.array]] = {"softplus": nn.softplus, "sigmoid": mx.sigmoid}
 
 
-def eager_attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Mask) -> mx.array:
+def eager_attention(
+    q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Mask, sinks: mx.array | None = None
+) -> mx.array:
     """Plain matmul and float32 softmax, to debug and to compare with PyTorch.
 
-    Shapes: q `[B, nh, L, hd]`, k and v `[B, n_kv, S, hd]`, mask boolean `[L, S]`, "causal" or None.
+    Shapes: q `[B, nh, L, hd]`, k and v `[B, n_kv, S, hd]`, mask boolean `[L, S]`, "causal" or None; sinks `[nh]`,
+    scores of a row that every query sees and that has no value.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = mx.repeat(k, groups, axis=1), mx.repeat(v, groups, axis=1)
@@ -32,12 +36,17 @@ def eager_attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: M
         mask = visible_rows(q.shape[2], k.shape[2], None, causal=True)
     if mask is not None:
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
+    if sinks is not None:
+        sink = mx.broadcast_to(sinks.astype(scores.dtype)[:, None, None], (*scores.shape[:3], 1))
+        return mx.softmax(mx.concatenate([scores, sink], axis=-1), axis=-1, precise=True)[..., :-1] @ v
     return mx.softmax(scores, axis=-1, precise=True) @ v
 
 
-def sdpa_attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Mask) -> mx.array:
+def sdpa_attention(
+    q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Mask, sinks: mx.array | None = None
+) -> mx.array:
     """MLX's fused attention; same shapes as `eager_attention`."""
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
 ATTENTION_FUNCTIONS: dict[str, AttentionFunction] = {"eager": eager_attention, "sdpa": sdpa_attention}
@@ -56,7 +65,11 @@ def visible_rows(block: int, keys: int, window: int | None, causal: bool) -> mx.
 
 
 class DFlashAttention(nn.Module):
-    """Dual-stream attention with QK-RMSNorm per head and GQA (z-lab's `Qwen3DFlashAttention`)."""
+    """Dual-stream attention with QK-RMSNorm per head and GQA (z-lab's `Qwen3DFlashAttention`).
+
+    What other layouts add: biases or no QK norm (Llama, gpt-oss), an attention sink and scaled values (MiMo), a gate on
+    the output (Laguna, Qwen3.5).
+    """
 
     def __init__(self, config: DraftConfig, layer: int, attn_implementation: str = "sdpa"):
         super().__init__()
@@ -68,12 +81,20 @@ class DFlashAttention(nn.Module):
         self.window = config.window(layer)
         self.is_causal = config.causal(layer)
         self.attend = ATTENTION_FUNCTIONS[attn_implementation]
+        self.value_scale = config.attention_value_scale
         self.q_proj = nn.Linear(hidden, self.n_heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden, self.n_kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, self.n_kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.n_heads * head_dim, hidden, bias=bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.o_proj = nn.Linear(self.n_heads * head_dim, hidden, bias=config.attention_output_bias)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        if layer in config.attention_sink_layers:
+            self.attention_sink_bias = mx.zeros((self.n_heads,))
+        if config.gating is not None:
+            self.gate = GATES[config.gate_activation]
+            width = self.n_heads if config.gating == PER_HEAD else self.n_heads * head_dim
+            self.g_proj = nn.Linear(hidden, width, bias=False)
 
     def __call__(self, x: mx.array, context: mx.array, rope: nn.Module, cache: DraftKVCache) -> mx.array:
         """Attend from the block.
@@ -89,11 +110,18 @@ class DFlashAttention(nn.Module):
         context = self._within_window(context, cache)
         S = context.shape[1]
         queries = self._heads(self.q_proj(x), self.n_heads)
-        queries = rope(self.q_norm(queries).swapaxes(1, 2), offset=cache.offset + S)
+        if "q_norm" in self:
+            queries = self.q_norm(queries)
+        queries = rope(queries.swapaxes(1, 2), offset=cache.offset + S)
         keys, values = self._keys_values(mx.concatenate([context, x], axis=1), rope, cache.offset)
         keys, values = cache.write(keys, values, context_rows=S)
-        out = self.attend(queries, keys, values, self.scale, self._mask(L, keys.shape[2]))
-        return self.o_proj(out.swapaxes(1, 2).reshape(B, L, -1))
+        sinks = self.attention_sink_bias.astype(queries.dtype) if "attention_sink_bias" in self else None
+        out = self.attend(queries, keys, values, self.scale, self._mask(L, keys.shape[2]), sinks)
+        out = out.swapaxes(1, 2)  # [B, L, nh, hd]
+        if "g_proj" in self:
+            gate = self.gate(self.g_proj(x).astype(mx.float32)).astype(out.dtype)
+            out = out * gate.reshape(B, L, self.n_heads, -1)
+        return self.o_proj(out.reshape(B, L, -1))
 
     def extend(self, context: mx.array, rope: nn.Module, cache: DraftKVCache) -> None:
         """Take context rows `[B, S, H]` into the cache without drafting (prefill, end of a request)."""
@@ -101,9 +129,13 @@ class DFlashAttention(nn.Module):
         cache.write(*self._keys_values(context, rope, cache.offset), context_rows=context.shape[1])
 
     def _keys_values(self, rows: mx.array, rope: nn.Module, offset: int) -> tuple[mx.array, mx.array]:
-        keys = self.k_norm(self._heads(self.k_proj(rows), self.n_kv_heads)).swapaxes(1, 2)
+        keys = self._heads(self.k_proj(rows), self.n_kv_heads)
+        if "k_norm" in self:
+            keys = self.k_norm(keys)
         values = self._heads(self.v_proj(rows), self.n_kv_heads).swapaxes(1, 2)
-        return rope(keys, offset=offset), values  # [B, n_kv, rows, hd]
+        if self.value_scale != 1.0:
+            values = values * self.value_scale
+        return rope(keys.swapaxes(1, 2), offset=offset), values  # [B, n_kv, rows, hd]
 
     def _heads(self, x: mx.array, heads: int) -> mx.array:
         return x.reshape(*x.shape[:2], heads, self.head_dim)

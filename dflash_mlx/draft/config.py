@@ -1,49 +1,50 @@
-"""The facts of one DFlash draft, read from any published spelling of `config.json`.
+"""The facts of one DFlash draft, validated and typed.
 
-Knows the spellings and their conflicts; knows no tensor, no target and no network. Required facts are
-required: a missing or contradictory one is a `DraftError` that names the field and the file, never a guess.
+Knows how z-lab's layout spells them, which is what it writes; other layouts are brought into that one by `dialects.py`.
+Knows no tensor, no target and no network.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DraftError
-from .fields import MAX_SIZE, Fields, brief, is_number, read_json
+from . import reading
+from .dialects import in_zlab
+from .fields import MAX_SIZE, Fields, read_json
+from .reading import FULL, GATE_ACTIVATIONS, PER_ELEMENT, PER_HEAD, SLIDING
+from .rope import Rope, read_ropes
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-# Fields that each rope type needs besides its type; other types are refused by name.
-ROPE_FIELDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-
-# Further numbers of a rope section, each with the least it may be.
-ROPE_OPTIONS = {"beta_fast": 1e-6, "beta_slow": 1e-6, "mscale": 0, "mscale_all_dim": 0, "attention_factor": 1e-6}
+__all__ = ["FULL", "GATE_ACTIVATIONS", "MAX_LAYERS", "PER_ELEMENT", "PER_HEAD", "SLIDING", "DraftConfig", "Rope"]
 
 MAX_LAYERS = 1024  # far beyond any draft; a damaged count must not build layers for ever
-
-# Config keys of other layouts and generations, with what to tell the user.
-FOREIGN_KEYS = {
-    "transformer_layer_config": "a `speculators` draft: this layout is not read yet",
-    "speculators_model_type": "a `speculators` draft: this layout is not read yet",
-    "aux_hidden_state_layer_ids": "a `speculators` draft: this layout is not read yet",
-    "eagle_config": "an EAGLE draft, not a DFlash draft",
-}
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """One draft, validated. Sizes are in elements, positions and windows in tokens.
+    """One draft. Sizes are in elements, positions and windows in tokens.
 
-    Source of the fields: z-lab's DFlash `config.json`; `from_dict` reads, `to_dict` writes that layout.
+    Source of the first fields: z-lab's DFlash `config.json`; `to_dict` writes that layout. What that layout has no word
+    for, from `attention_output_bias` on, stands in its `dflash_config` under these names.
+
+    Attributes:
+        block_size: slots of a block as trained, the anchor first.
+        sample_from_anchor: whether slot i predicts the token after it, so that the anchor's slot predicts as well;
+            otherwise it predicts the token at it and the anchor's slot predicts nothing.
+        sliding_rope: rope of the sliding layers where it differs from the full layers'.
+        is_neox_style: whether rope rotates halves of a head; otherwise neighbours.
+        draft_vocab_size: rows of the draft's own head where it knows fewer tokens than the target.
+        has_embed_tokens, has_lm_head: whether the draft has its own instead of the target's.
+        mask_embedding: whether the mask token has an embedding of its own.
+        qk_norm, attention_bias, attention_output_bias: what attention has; the bias of the latter is `o_proj`'s.
+        attention_sink_layers: layers whose softmax has one more, learnt, entry a head.
+        attention_value_scale: what values are multiplied with.
+        gating: width of a gate on attention's output, "per-head" or "per-element"; gate_activation: its function.
+        aux_hidden_norms: whether each tap is normed before `fc`.
+        context_layernorm: whether a layer norms the context feature with its `input_layernorm` too.
+        offset_norms: whether the files hold norm weights minus one; None: only the tensors can tell.
     """
 
     hidden_size: int
@@ -60,6 +61,9 @@ class DraftConfig:
     target_layer_ids: tuple[int, ...]
     layer_types: tuple[str, ...]
     rope_scaling: dict[str, Any] | None = None
+    partial_rotary_factor: float = 1.0
+    sliding_rope: Rope | None = None
+    is_neox_style: bool = True
     max_position_embeddings: int | None = None
     num_target_layers: int | None = None
     target_hidden_size: int | None = None
@@ -69,13 +73,37 @@ class DraftConfig:
     final_logit_softcapping: float | None = None
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
+    draft_vocab_size: int | None = None
+    sample_from_anchor: bool = False
+    attention_sink_layers: tuple[int, ...] = ()
+    attention_value_scale: float = 1.0
+    attention_output_bias: bool = False
+    qk_norm: bool = True
+    gating: str | None = None
+    gate_activation: str = "softplus"
+    aux_hidden_norms: bool = False
+    context_layernorm: bool = False
+    has_embed_tokens: bool = False
+    has_lm_head: bool = False
+    mask_embedding: bool = False
+    offset_norms: bool | None = False
     dtype: str | None = None
     quantization: dict[str, Any] | None = None
 
     @property
     def context_width(self) -> int:
         """Columns of `fc`: taps times the width of the target's hidden state."""
-        return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)
+        return len(self.target_layer_ids) * self.tap_size
+
+    @property
+    def tap_size(self) -> int:
+        """Width of the target's hidden state."""
+        return self.target_hidden_size or self.hidden_size
+
+    @property
+    def widest_block(self) -> int:
+        """Slots of the widest block that the target verifies: the anchor and all proposals."""
+        return self.block_size + self.sample_from_anchor
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, None where it attends to everything."""
@@ -85,9 +113,10 @@ class DraftConfig:
         """Whether block tokens of this layer see only earlier ones: sliding layers do unless `is_causal` says."""
         return self.layer_types[layer] == SLIDING if self.is_causal is None else self.is_causal
 
-    def with_bias(self, has_bias: bool) -> DraftConfig:
-        """The same draft with attention biases as its tensors have them; the flag in configs is unreliable."""
-        return replace(self, attention_bias=has_bias)
+    @property
+    def rope(self) -> Rope:
+        """Rope of the layers that have none of their own."""
+        return Rope(self.rope_theta, self.rope_scaling, self.partial_rotary_factor)
 
     @classmethod
     def from_file(cls, path: Path) -> DraftConfig:
@@ -96,28 +125,31 @@ class DraftConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], source: str = "config.json") -> DraftConfig:
-        """Read any spelling of the z-lab layout; `source` is the file named in errors.
+        """Read a published config of any layout; `source` is the file named in errors.
 
         Raises:
-            DraftError: a fact is missing, contradicts itself, is out of range, or belongs to another layout.
+            DraftError: a fact is missing, contradicts itself, is out of range, or belongs to another method.
         """
-        read = Fields(config, source)
-        _refuse_foreign(read)
+        read = Fields(*in_zlab(config, source))
+        reading.refuse_foreign(read)
         hidden = read.positive("hidden_size")
         layers = read.positive("num_hidden_layers", MAX_LAYERS)
         heads = read.positive("num_attention_heads")
         kv_heads = read.positive("num_key_value_heads")
         if heads % kv_heads:
             raise read.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
-        head_dim = _head_dim(read, hidden, heads)
-        theta, scaling = _rope(read)
-        layer_types, window, causal = _attention(read, layers)
+        head_dim = reading.head_dim(read, hidden, heads)
+        layer_types, window, causal = reading.attention(read, layers)
+        rope, sliding_rope = read_ropes(read, layer_types, FULL, SLIDING, head_dim)
         vocab = read.positive("vocab_size")
         target_layers = read.optional_int("num_target_layers")
         target_hidden = read.optional_int("target_hidden_size")
-        taps = _taps(read, target_layers)
+        taps = reading.taps(read, target_layers)
         if len(taps) * (target_hidden or hidden) > MAX_SIZE:
             raise read.error("target_layer_ids", f"{len(taps)} taps of width {target_hidden or hidden} are too many")
+        from_anchor = read.flag("sample_from_anchor")
+        gating, activation = reading.gate(read)
+        bias = read.flag("attention_bias")
         return cls(
             hidden_size=hidden,
             num_hidden_layers=layers,
@@ -127,10 +159,13 @@ class DraftConfig:
             intermediate_size=read.positive("intermediate_size"),
             vocab_size=vocab,
             rms_norm_eps=read.number("rms_norm_eps"),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            block_size=_block_size(read),
-            mask_token_id=_mask_token(read, vocab),
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
+            partial_rotary_factor=rope.partial,
+            sliding_rope=None if sliding_rope == rope else sliding_rope,
+            is_neox_style=read.flag("is_neox_style", read.flag("rope_is_neox_style", True)),
+            block_size=reading.block_size(read, from_anchor),
+            mask_token_id=reading.mask_token(read, vocab),
             target_layer_ids=taps,
             layer_types=layer_types,
             sliding_window=window,
@@ -138,19 +173,36 @@ class DraftConfig:
             max_position_embeddings=read.optional_int("max_position_embeddings"),
             num_target_layers=target_layers,
             target_hidden_size=target_hidden,
-            attention_bias=read.flag("attention_bias"),
+            attention_bias=bias,
+            attention_output_bias=read.flag("attention_output_bias", bias),
             final_logit_softcapping=read.optional_number("final_logit_softcapping", zero_is_off=True),
             input_embedding_scale=read.optional_number("input_embedding_scale") or 1.0,
-            output_multiplier=read.optional_number("output_multiplier") or 1.0,
+            output_multiplier=reading.output_multiplier(read),
+            draft_vocab_size=reading.draft_vocab(read, vocab),
+            sample_from_anchor=from_anchor,
+            attention_sink_layers=reading.sinks(read, layers),
+            attention_value_scale=read.optional_number("attention_value_scale") or 1.0,
+            qk_norm=reading.qk_norm(read),
+            gating=gating,
+            gate_activation=activation,
+            aux_hidden_norms=read.flag("aux_hidden_norms"),
+            context_layernorm=read.flag("context_layernorm"),
+            has_embed_tokens=read.flag("has_embed_tokens"),
+            has_lm_head=read.flag("has_lm_head"),
+            mask_embedding=read.flag("mask_embedding"),
+            offset_norms=reading.offset_norms(read),
             dtype=read.optional("dtype", str) or read.optional("torch_dtype", str),
             quantization=read.optional("quantization", dict) or read.optional("quantization_config", dict),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The draft in z-lab's own layout (plus mlx-lm's `quantization`), which every DFlash engine reads."""
+        """The draft in z-lab's own layout (plus mlx-lm's `quantization`), which every DFlash engine reads.
+
+        Facts that few drafts have are written only where they differ from the rest.
+        """
         config: dict[str, Any] = {
             "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
+            "model_type": "qwen3_5" if self.offset_norms is None else "qwen3",
             "hidden_act": "silu",
             "attention_dropout": 0.0,
             "tie_word_embeddings": True,
@@ -164,165 +216,31 @@ class DraftConfig:
         config["sliding_window"] = self.sliding_window
         for name in (
             "rope_scaling", "max_position_embeddings", "num_target_layers", "target_hidden_size", "is_causal",
-            "dtype", "final_logit_softcapping", "quantization",
+            "dtype", "final_logit_softcapping", "quantization", "draft_vocab_size",
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 config[name] = getattr(self, name)
+        usual: dict[str, Any] = {"partial_rotary_factor": 1.0, "is_neox_style": True}
+        config.update({name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value})
+        if self.sliding_rope is not None:
+            config["swa_rope_parameters"] = self.sliding_rope.to_dict()
+        if self.offset_norms:
+            config["use_gemma_norm"] = True
         nested: dict[str, Any] = {
             "target_layer_ids": list(self.target_layer_ids),
             "mask_token_id": self.mask_token_id,
         }
-        for name in ("input_embedding_scale", "output_multiplier"):
-            if getattr(self, name) != 1.0:
-                nested[name] = getattr(self, name)
+        usual = {
+            "input_embedding_scale": 1.0, "output_multiplier": 1.0, "sample_from_anchor": False,
+            "attention_value_scale": 1.0, "attention_output_bias": self.attention_bias, "qk_norm": True, "gating": None,
+            "gate_activation": "softplus", "aux_hidden_norms": False, "context_layernorm": False,
+            "has_embed_tokens": False, "has_lm_head": False, "mask_embedding": False,
+        }  # fmt: skip
+        nested.update({name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value})
+        if self.attention_sink_layers:
+            nested["attention_sink_bias"] = True
+            nested["attention_sink_layers"] = list(self.attention_sink_layers)
         config["dflash_config"] = nested
         if self.quantization is not None:
             config["quantization_config"] = self.quantization  # the hub's model tree reads this spelling
         return config
-
-
-def _refuse_foreign(read: Fields) -> None:
-    config, nested = read.config, read.optional("dflash_config", dict) or {}
-    for key, meaning in FOREIGN_KEYS.items():
-        if key in config or key in nested:
-            raise DraftError(f"{read.source}: {meaning} (it has `{key}`)")
-    names = read.optional("architectures", list) or []
-    if any("DFlash2" in str(name) for name in names):
-        raise DraftError(f"{read.source}: a DFlash 2 draft ({brief(names)}): only DFlash (v1) drafts are read yet")
-    named = any("DFlash" in str(name) for name in names)
-    if not named and not nested and "target_layer_ids" not in config:
-        what = brief(names[0] if names else config.get("model_type", "an unnamed model")).strip("'")
-        raise DraftError(
-            f"{read.source}: {what} is not a DFlash draft (no dflash_config, no DFlash architecture); "
-            "a target goes to --model"
-        )
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise read.error("hidden_act", f"{brief(activation)} is not supported, DFlash drafts use 'silu'")
-    if (factor := read.get("partial_rotary_factor", default=None)) not in (None, 1, 1.0):
-        raise read.error("partial_rotary_factor", f"{brief(factor)} is not supported yet")
-
-
-def _head_dim(read: Fields, hidden: int, heads: int) -> int:
-    size = read.optional_int("head_dim")
-    if size is None and hidden % heads:
-        raise read.error("head_dim", f"missing, and hidden_size {hidden} is no multiple of {heads} heads")
-    size = size or hidden // heads
-    if size % 2 or size * heads > MAX_SIZE:
-        raise read.error("head_dim", f"{size} is odd or, with {heads} heads, too large; rotary embedding needs pairs")
-    return size
-
-
-def _block_size(read: Fields) -> int:
-    block = read.positive("block_size")
-    if block < 2:
-        raise read.error("block_size", f"{block}: a block holds the anchor and at least one draft token")
-    return block
-
-
-def _mask_token(read: Fields, vocab: int) -> int:
-    mask = read.get("mask_token_id")
-    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < vocab:
-        raise read.error("mask_token_id", f"{brief(mask)} is not a token id below vocab_size {vocab}")
-    return mask
-
-
-def _taps(read: Fields, target_layers: int | None) -> tuple[int, ...]:
-    taps = read.get("target_layer_ids")
-    if not isinstance(taps, list) or not taps or not all(type(tap) is int for tap in taps):
-        raise read.error("target_layer_ids", f"{brief(taps)} is not a list of layer numbers")
-    if len(set(taps)) != len(taps):
-        raise read.error("target_layer_ids", f"{brief(taps)} names a layer twice")
-    if min(taps) < 0 or (target_layers is not None and max(taps) >= target_layers):
-        limit = "" if target_layers is None else f" to {target_layers - 1} (num_target_layers {target_layers})"
-        raise read.error("target_layer_ids", f"{brief(taps)} must lie in 0{limit}")
-    return tuple(taps)
-
-
-def _attention(read: Fields, layers: int) -> tuple[tuple[str, ...], int | None, bool | None]:
-    """Layer types, window and the causal override, by the precedence that vLLM and the reference share."""
-    use_swa = read.flag("use_swa")
-    types = read.get("layer_types", default=None)
-    causal = read.config.get("is_causal")
-    if causal is None:
-        causal = (read.config.get("dflash_config") or {}).get("causal")
-    if types is None:
-        types = [SLIDING if use_swa else FULL] * layers
-        if use_swa and causal is None:
-            causal = False
-    if not isinstance(types, list) or len(types) != layers:
-        raise read.error("layer_types", f"expected a list of num_hidden_layers {layers} entries, found {brief(types)}")
-    if unknown := sorted({str(kind) for kind in types} - {FULL, SLIDING}):
-        raise read.error("layer_types", f"{brief(unknown)} is not {FULL!r} or {SLIDING!r}")
-    window = None
-    if SLIDING in types:
-        window = read.optional_int("swa_window_size") or read.optional_int("sliding_window")
-        if window is None:
-            raise read.error("sliding_window", "missing, but layer_types has sliding layers")
-        if window < 2:
-            raise read.error("sliding_window", f"{window} leaves no room for context")
-    if causal is not None and not isinstance(causal, bool):
-        raise read.error("is_causal", f"{brief(causal)} is not true or false")
-    return tuple(types), window, causal
-
-
-def _rope(read: Fields) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling from `rope_theta`, `rope_parameters` and `rope_scaling`, which may all be present."""
-    config = read.config
-    found = {name: read.optional(name, dict) for name in ("rope_parameters", "rope_scaling")}
-    sections = {name: section for name, section in found.items() if section}
-    bases = {name: section["rope_theta"] for name, section in sections.items() if section.get("rope_theta") is not None}
-    if config.get("rope_theta") is not None:
-        bases["rope_theta"] = config["rope_theta"]
-    if not bases:
-        raise read.error("rope_theta", "missing, at the top level and under rope_parameters")
-    for name, theta in bases.items():
-        if not is_number(theta, 1) or theta == 1:
-            raise read.error("rope_theta", f"{brief(theta)} ({name}) is not a number above 1")
-    if len(set(bases.values())) > 1:
-        raise read.error("rope_theta", f"conflicting values {bases}; keep the one the draft was trained with")
-    scalings = [_rope_scaling(read, name, section) for name, section in sections.items()]
-    if len(scalings) == 2 and scalings[0] != scalings[1]:
-        raise read.error("rope_scaling", "differs from rope_parameters; keep the one the draft was trained with")
-    return float(theta), scalings[0] if scalings else None
-
-
-def _rope_scaling(read: Fields, name: str, section: dict[str, Any]) -> dict[str, Any] | None:
-    kinds = [section[key] for key in ("rope_type", "type") if section.get(key) is not None] or ["default"]
-    if kinds[0] != kinds[-1]:
-        raise read.error(name, f"rope_type and type disagree: {brief(kinds)}")
-    kind = kinds[0]
-    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
-        known = ", ".join(ROPE_FIELDS)
-        raise read.error(f"{name}.rope_type", f"{brief(kind)} is not supported (known: {known})")
-    for field in ROPE_FIELDS[kind]:
-        least = 1 if field == "original_max_position_embeddings" else 1e-6
-        if not is_number(value := section.get(field), least):
-            raise read.error(f"{name}.{field}", f"{brief(value)}: rope_type {kind!r} needs a positive number")
-    for field, least in ROPE_OPTIONS.items():
-        if (value := section.get(field)) is not None and not is_number(value, least):
-            raise read.error(f"{name}.{field}", f"{brief(value)} is not a positive number")
-    if (factor := section.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise read.error(f"{name}.partial_rotary_factor", f"{brief(factor)} is not supported yet")
-    if kind == "default":
-        return None
-    if kind == "yarn":
-        section = _yarn(read, name, section)
-    fields = {key: value for key, value in section.items() if key not in ("rope_theta", "type") and value is not None}
-    return {**fields, "rope_type": kind}
-
-
-def _yarn(read: Fields, name: str, section: dict[str, Any]) -> dict[str, Any]:
-    """What mlx-lm's yarn needs to do as transformers does, or an error where it can't.
-
-    transformers takes a stated `attention_factor` first, then the ratio of `mscale` and `mscale_all_dim` if both
-    are given, else 0.1 ln(factor) + 1. mlx-lm always takes the ratio, with defaults that give the last.
-    """
-    if section.get("truncate") is False:
-        raise read.error(f"{name}.truncate", "false is not supported by mlx-lm's yarn")
-    stated = section.get("attention_factor")
-    derived = 0.1 * math.log(section["factor"]) + 1.0 if section["factor"] > 1 else 1.0
-    if stated is not None and abs(stated - derived) > 1e-4:
-        raise read.error(f"{name}.attention_factor", f"{stated} differs from the derived {derived:.4f}: not supported")
-    ratio = stated is None and section.get("mscale") and section.get("mscale_all_dim")
-    unused = ("attention_factor",) if ratio else ("attention_factor", "mscale", "mscale_all_dim")
-    return {key: value for key, value in section.items() if key not in unused}

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..errors import DraftError
 
-# Where a fact may stand: the nested section first, then the top level (facts from published configs).
-SECTIONS = ("dflash_config", None)
+# Where a fact may stand: the nested sections first, then the top level (facts from published configs).
+SECTIONS = ("dflash_config", "eagle_config", None)
 
 MAX_SIZE = 2**31 - 1  # MLX counts rows and columns in 32 bits
 MAX_DEPTH = 64
@@ -60,13 +60,22 @@ def is_number(value: Any, least: float = 0) -> bool:
 
 
 class Fields:
-    """Typed look-ups in one config; every error names field and file."""
+    """Typed look-ups in one config; every error names field and file.
 
-    def __init__(self, config: Mapping[str, Any], source: str):
-        self.config, self.source = config, source
+    Args:
+        config: what to look in. source: the file. names: what the file calls a field, where that differs.
+    """
+
+    def __init__(self, config: Mapping[str, Any], source: str, names: Mapping[str, str] | None = None):
+        self.config, self.source, self.names = config, source, names or {}
 
     def error(self, field: str, problem: str) -> DraftError:
-        return DraftError(f"{self.source}: {field}: {problem}")
+        return DraftError(f"{self.source}: {self.names.get(field, field)}: {problem}")
+
+    def own(self, field: str) -> Any:
+        """The value of a field that means something in `dflash_config` alone, or None."""
+        nested = self.config.get("dflash_config")
+        return nested.get(field) if isinstance(nested, Mapping) else None
 
     def get(self, field: str, **default: Any) -> Any:
         """The value of a field wherever it stands; two different values are a conflict."""
@@ -76,8 +85,8 @@ class Fields:
             if isinstance(place := self.config.get(section) if section else self.config, Mapping)
             and place.get(field) is not None
         ]
-        if len(found) > 1 and found[0][1] != found[1][1]:
-            (one, a), (two, b) = found
+        if any(value != found[0][1] for _, value in found[1:]):
+            (one, a), (two, b) = found[0], next(place for place in found if place[1] != found[0][1])
             conflict = f"{one} is {brief(a)} but {two} is {brief(b)}"
             raise self.error(field, f"{conflict}; keep the one the draft was trained with")
         if found:
@@ -97,8 +106,8 @@ class Fields:
     def optional_int(self, field: str) -> int | None:
         return None if self.get(field, default=None) is None else self.positive(field)
 
-    def flag(self, field: str) -> bool:
-        value = self.get(field, default=False)
+    def flag(self, field: str, usual: bool = False) -> bool:
+        value = self.get(field, default=usual)
         if not isinstance(value, bool):
             raise self.error(field, f"{brief(value)} is not true or false")
         return value

@@ -1,8 +1,8 @@
 """The DFlash draft: a few decoder layers that fill a block of mask tokens in one pass.
 
-Pure: block embeddings and context feature in, hidden states out. Embedding and head belong to the target
-and come as callables, never as submodules, so that saving or quantising the draft touches the draft only.
-Parameter names equal the PyTorch checkpoint's.
+Pure: block embeddings and context feature in, hidden states out. Embedding and head are the target's unless the
+checkpoint brings its own; they come as callables, never as submodules, so that saving or quantising the draft touches
+the draft only. Parameter names equal z-lab's PyTorch checkpoint's.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.qwen3 import MLP
-from mlx_lm.models.rope_utils import initialize_rope
 
 from .attention import DFlashAttention
 from .cache import DraftKVCache
-from .config import DraftConfig
+from .config import SLIDING, DraftConfig
 
 Embed = Callable[[mx.array], mx.array]  # ids [B, L] -> [B, L, H]
 Head = Callable[[mx.array], mx.array]  # hidden [B, L, H] -> logits [B, L, V]
@@ -53,10 +52,15 @@ class DFlashDecoderLayer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norms_context = config.context_layernorm
 
     def __call__(self, x: mx.array, context: mx.array, rope: nn.Module, cache: DraftKVCache) -> mx.array:
-        h = x + self.self_attn(self.input_layernorm(x), context, rope, cache)
+        h = x + self.self_attn(self.input_layernorm(x), self.context_rows(context), rope, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
+
+    def context_rows(self, context: mx.array) -> mx.array:
+        """The context feature as this layer's attention takes it."""
+        return self.input_layernorm(context) if self.norms_context else context
 
 
 class DFlashDraftModel(nn.Module):
@@ -76,13 +80,20 @@ class DFlashDraftModel(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = [DFlashDecoderLayer(config, i, attn_implementation) for i in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rope = initialize_rope(
-            config.head_dim,
-            base=config.rope_theta,
-            traditional=False,
-            scaling_config=config.rope_scaling,
-            max_position_embeddings=config.max_position_embeddings,
-        )
+        if config.aux_hidden_norms:
+            taps = range(len(config.target_layer_ids))
+            self.aux_hidden_norms = [nn.RMSNorm(config.tap_size, eps=config.rms_norm_eps) for _ in taps]
+        if config.has_embed_tokens:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.mask_embedding:
+            self.mask_embedding = mx.zeros((config.hidden_size,))
+        if config.has_lm_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size or config.vocab_size, bias=False)
+        if config.draft_vocab_size is not None:
+            self.d2t = mx.zeros((config.draft_vocab_size,), mx.int64)  # target id = draft id + d2t[draft id]
+        shape = (config.head_dim, config.max_position_embeddings, config.is_neox_style)
+        self.rope = config.rope.build(*shape)
+        self.sliding_rope = self.rope if config.sliding_rope is None else config.sliding_rope.build(*shape)
 
     def make_cache(self, offset: int = 0) -> list[DraftKVCache]:
         """One empty cache a layer; `offset` is the absolute position of the first context row."""
@@ -90,7 +101,13 @@ class DFlashDraftModel(nn.Module):
 
     def context_feature(self, taps: mx.array) -> mx.array:
         """`hidden_norm(fc(taps))`: concatenated taps `[B, S, taps * Ht]` to context feature `[B, S, H]`."""
-        return self.hidden_norm(self.fc(taps.astype(self.norm.weight.dtype)))
+        taps = taps.astype(self.norm.weight.dtype)
+        if "aux_hidden_norms" in self:
+            parts = mx.split(taps, len(self.aux_hidden_norms), axis=-1)
+            taps = mx.concatenate(
+                [norm(part) for norm, part in zip(self.aux_hidden_norms, parts, strict=True)], axis=-1
+            )
+        return self.hidden_norm(self.fc(taps))
 
     def __call__(self, block: mx.array, context: mx.array, cache: list[DraftKVCache]) -> mx.array:
         """Run one block.
@@ -101,39 +118,61 @@ class DFlashDraftModel(nn.Module):
             cache: one entry a layer; afterwards it holds the context rows, not the block.
 
         Returns:
-            Normed hidden states `[B, L, H]`; row i predicts the token at slot i.
+            Normed hidden states `[B, L, H]`; row i predicts the token at slot i (`sample_from_anchor`: after it).
         """
         h = block.astype(context.dtype)
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            h = layer(h, context, self.rope, layer_cache)
+        for layer, rope, layer_cache in zip(self.layers, self._ropes(), cache, strict=True):
+            h = layer(h, context, rope, layer_cache)
         return self.norm(h)
 
     def extend(self, context: mx.array, cache: list[DraftKVCache]) -> None:
         """Take context feature rows `[B, S, H]` into the cache without drafting."""
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            layer.self_attn.extend(context, self.rope, layer_cache)
+        for layer, rope, layer_cache in zip(self.layers, self._ropes(), cache, strict=True):
+            layer.self_attn.extend(layer.context_rows(context), rope, layer_cache)
+
+    def block(self, anchor: mx.array, proposals: int) -> mx.array:
+        """Ids `[B, L]` of a block: `anchor` `[B, 1]` and the mask tokens that predict so many tokens with it."""
+        masks = (anchor.shape[0], proposals - self.config.sample_from_anchor)
+        return mx.concatenate([anchor, mx.full(masks, self.config.mask_token_id, anchor.dtype)], axis=1)
+
+    def _ropes(self) -> list[nn.Module]:
+        """The rope of each layer."""
+        return [self.sliding_rope if kind == SLIDING else self.rope for kind in self.config.layer_types]
 
     def hidden(self, ids: mx.array, context: mx.array, cache: list[DraftKVCache], embed: Embed) -> mx.array:
         """Hidden states of the draft tokens: ids `[B, L]` (anchor, then mask tokens) to `[B, L-1, H]`.
 
-        `embed` is the target's own; slot 0 is the anchor and predicts nothing.
+        `embed` is the target's own; slot 0 is the anchor and predicts nothing, unless `sample_from_anchor`: then all
+        slots do and the result is `[B, L, H]`.
         """
-        block = embed(ids)
+        block = self.embed_tokens(ids) if "embed_tokens" in self else embed(ids)
         if self.config.input_embedding_scale != 1.0:
             block = block * self.config.input_embedding_scale
-        return self(block, context, cache)[:, 1:]
+        if "mask_embedding" in self:
+            masked = (ids == self.config.mask_token_id)[..., None]
+            block = mx.where(masked, self.mask_embedding.astype(block.dtype), block)
+        return self(block, context, cache)[:, 0 if self.config.sample_from_anchor else 1 :]
 
     def logits(
         self, ids: mx.array, context: mx.array, cache: list[DraftKVCache], *, embed: Embed, head: Head
     ) -> mx.array:
-        """Logits of the draft tokens: ids `[B, L]` to `[B, L-1, V]`; `embed` and `head` are the target's own."""
+        """Logits of the draft tokens: ids `[B, L]` to `[B, L-1, V]` (`hidden` says when to `[B, L, V]`); `embed` and
+        `head` are the target's own."""
         return self.compute_logits(self.hidden(ids, context, cache, embed), head)
 
     def compute_logits(self, hidden: mx.array, head: Head) -> mx.array:
-        """`hidden` `[B, L, H]` through the target's head, with the draft's own multiplier and soft-cap."""
-        logits = head(hidden)
+        """`hidden` `[B, L, H]` through its head, the target's or its own, with the draft's multiplier and soft-cap.
+
+        Always `[B, L, V]` over the target's vocabulary; tokens that the draft does not know have -inf.
+        """
+        logits = self.lm_head(hidden) if "lm_head" in self else head(hidden)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         if cap := self.config.final_logit_softcapping:
             logits = mx.tanh(logits / cap) * cap
+        if "d2t" in self:
+            known = mx.arange(self.d2t.size) + self.d2t
+            everything = mx.full((*logits.shape[:-1], self.config.vocab_size), -mx.inf, logits.dtype)
+            everything[..., known] = logits
+            return everything
         return logits

@@ -1,17 +1,18 @@
 """The tensors of a draft folder: headers first, checked against the config, then loaded.
 
-Headers alone answer every question about names, shapes and sizes, so a wrong or broken folder is refused
-before anything heavy is read. Knows z-lab's layout and its MLX-quantised form; knows no hub and no target.
+Headers alone answer every question about names, shapes and sizes, so a wrong or broken folder is refused before
+anything heavy is read. Knows z-lab's names, which `recipes.py` gives any layout, and their MLX-quantised form; knows
+no hub and no target.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -22,10 +23,13 @@ from . import gguf
 from .compute_dtype import compute_dtype
 from .config import DraftConfig
 from .fields import brief, read_json
-from .headers import FLOATS, TensorInfo, check_folder, load_file, read_headers, weight_files
+from .headers import FLOATS, TensorInfo, check_folder, load_file, read_headers
 from .model import DFlashDraftModel
+from .recipes import Recipe, Recipes, canonical_recipes
 
 PACKED = ("U32", "U8")  # quantised matrices, and the scales of mxfp4 and its like
+MODELOPT_SCHEME = "hf_quant_config.json"  # where its older versions say how they quantised
+INTEGERS = {"d2t": ("I64", "I32")}  # tensors that hold ids
 
 # MLX's quantisation modes -> their bits and group sizes; the first of each is mlx-lm's default
 MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -35,21 +39,18 @@ MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "mxfp8": ((8,), (32,)),
 }
 
-# What a tensor name that no DFlash (v1) draft has tells about the folder, most telling first.
+# What a tensor name that the draft should not have tells about the folder, most telling first.
 FOREIGN_TENSORS = {
     "candidate_selector.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
     "attention_conv.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
     "mlp_conv.": "a DFlash 2 draft: only DFlash (v1) drafts are read yet",
     "markov_head.": "a DSpark draft, which is not supported",
     "confidence_head.": "a DSpark draft, which is not supported",
-    "d2t": "a `speculators` draft with a reduced vocabulary: this layout is not read yet",
-    "t2d": "a `speculators` draft with a reduced vocabulary: this layout is not read yet",
-    "g_proj": "a Laguna draft with gated attention: this layout is not read yet",
-    "aux_hidden_norms.": "a Laguna draft: this layout is not read yet",
-    "encoder.": "a Muse assistant draft: this layout is not read yet",
-    "weight_scale": "a draft quantised by another tool (fp8, nvfp4 or compressed-tensors): not read yet",
-    "lm_head.": "a draft with its own head: this layout is not read yet",
-    "embed_tokens.": "a draft with its own embedding, or a target: neither is read as a draft",
+    "prefix_gru.": "a Domino draft, which is not supported",
+    "embed_proj.": "a Domino draft, which is not supported",
+    "d2t": "a draft with a reduced vocabulary, but config.json has no draft_vocab_size below vocab_size",
+    "g_proj": "a draft with gated attention, but config.json does not say how (model_type laguna, gating)",
+    "aux_hidden_norms.": "a Laguna draft, but config.json does not say so (model_type laguna)",
 }
 
 
@@ -69,64 +70,87 @@ class Quantized:
     mode: str
 
 
-def check_tensors(
-    config: DraftConfig, tensors: Mapping[str, TensorInfo], folder: Path
-) -> tuple[DraftConfig, dict[str, Quantized]]:
-    """Check names and shapes of a folder against its config.
+class Layout(NamedTuple):
+    """A checked draft: its config with what only the tensors tell, quantised modules by path, a recipe a tensor, and
+    the tensors of the files that are not used with the reason."""
 
-    Returns:
-        The config with `attention_bias` as the tensors have it, and the quantised modules by path.
+    config: DraftConfig
+    quantized: dict[str, Quantized]
+    recipes: Recipes
+    unused: dict[str, str]
+
+
+def check_tensors(config: DraftConfig, tensors: Mapping[str, TensorInfo], folder: Path) -> Layout:
+    """Check names and shapes of a folder, of any layout, against its config.
 
     Raises:
         DraftError: a tensor is missing, unknown, of the wrong shape or of a dtype MLX can't read.
     """
-    if not config.attention_bias or not any(name.endswith("_proj.bias") for name in tensors):
-        config = config.with_bias(any(name.endswith("self_attn.q_proj.bias") for name in tensors))
+    config, recipes, unused = canonical_recipes(config, tensors, folder, _mask_embedding(config, folder))
     expected = expected_shapes(config)
-    _refuse_foreign(tensors, expected)
+    _refuse_foreign(recipes, expected)
     quantized: dict[str, Quantized] = {}
-    seen = set()
-    for name, info in tensors.items():
+    for name, recipe in recipes.items():
         path, _, kind = name.rpartition(".")
-        if info.dtype not in (*FLOATS, *PACKED):
-            raise DraftError(f"{info.file}: {name} is stored as {info.dtype}, which is not read yet")
+        if recipe.dtype not in (*FLOATS, *PACKED, *INTEGERS.get(name, ())):
+            raise DraftError(f"{recipe.file}: {name} is stored as {recipe.dtype}, which is not read yet")
         matrix = expected.get(f"{path}.weight", ())
-        if f"{path}.scales" in tensors and len(matrix) == 2:
+        if f"{path}.scales" in recipes and len(matrix) == 2:
             if kind == "weight":
-                quantized[path] = _quantized(config, tensors, path, matrix)
+                quantized[path] = _quantized(config, recipes, path, matrix)
             elif kind not in ("scales", "biases"):
-                _match(name, info, expected)
+                _match(name, recipe, expected)
         else:
-            _match(name, info, expected)
-        seen.add(name)
-    if missing := [name for name in expected if name not in seen]:
+            _match(name, recipe, expected)
+    if missing := [name for name in expected if name not in recipes]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise DraftError(f"{folder}: tensor {missing[0]}{more} is missing; the download may be incomplete")
-    return config, quantized
+    if config.tap_size != config.hidden_size and not (config.has_embed_tokens and config.has_lm_head):
+        raise DraftError(
+            f"{folder}: target_hidden_size {config.tap_size} differs from hidden_size {config.hidden_size}, so the "
+            "draft needs embed_tokens and lm_head of its own"
+        )
+    return Layout(config, quantized, recipes, unused)
 
 
-def _refuse_foreign(tensors: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> None:
-    unknown = [name for name in tensors if name not in expected]
+def _mask_embedding(config: DraftConfig, folder: Path) -> Recipes:
+    """The mask token's own embedding where it lies in a file of its own (Xiaomi's MiMo)."""
+    from . import torch_files
+
+    found = torch_files.mask_embedding(folder)
+    if found is None:
+        return {}
+    row, token = found
+    file = folder / torch_files.MASK_EMBEDDING
+    if token not in (None, config.mask_token_id):
+        raise DraftError(f"{file}: mask_token_id {token} differs from config.json's {config.mask_token_id}")
+    dtype = next(name for name, dtype in FLOATS.items() if dtype == row.dtype)
+    return {"mask_embedding": Recipe(dtype, tuple(row.shape), (), lambda arrays: row, file)}
+
+
+def _refuse_foreign(recipes: Recipes, expected: Mapping[str, tuple[int, ...]]) -> None:
+    unknown = [name for name in recipes if name not in expected]
     for part, meaning in FOREIGN_TENSORS.items():
         if name := next((name for name in unknown if part in name), None):
-            raise DraftError(f"{tensors[name].file}: this is {meaning} (it has {brief(name)})")
+            raise DraftError(f"{recipes[name].file}: this is {meaning} (it has {brief(name)})")
 
 
-def _match(name: str, info: TensorInfo, expected: Mapping[str, tuple[int, ...]]) -> None:
+def _match(name: str, recipe: Recipe, expected: Mapping[str, tuple[int, ...]]) -> None:
     if name not in expected:
-        raise DraftError(f"{info.file}: unknown tensor {brief(name)}; this is not a draft of the z-lab layout")
-    if info.dtype not in FLOATS:
         raise DraftError(
-            f"{info.file}: {name} is stored as {info.dtype}, without the scales that a quantised matrix needs"
+            f"{recipe.file}: unknown tensor {brief(name)}; it belongs to no layout of a draft that is read"
         )
-    if info.shape != expected[name]:
+    if recipe.dtype not in INTEGERS.get(name, FLOATS):
+        what = "which holds no ids" if name in INTEGERS else "without the scales that a quantised matrix needs"
+        raise DraftError(f"{recipe.file}: {name} is stored as {recipe.dtype}, {what}")
+    if recipe.shape != expected[name]:
         raise DraftError(
-            f"{info.file}: {name} has shape {list(info.shape)}, config.json asks for {list(expected[name])}"
+            f"{recipe.file}: {name} has shape {list(recipe.shape)}, config.json asks for {list(expected[name])}"
         )
 
 
-def _quantized(config: DraftConfig, tensors: Mapping[str, TensorInfo], path: str, shape: tuple[int, ...]) -> Quantized:
-    weight, scales, biases = (tensors.get(f"{path}.{kind}") for kind in ("weight", "scales", "biases"))
+def _quantized(config: DraftConfig, recipes: Recipes, path: str, shape: tuple[int, ...]) -> Quantized:
+    weight, scales, biases = (recipes.get(f"{path}.{kind}") for kind in ("weight", "scales", "biases"))
     assert weight is not None
     assert scales is not None
     section = config.quantization or {}
@@ -158,14 +182,13 @@ def load_draft_folder(
     Raises:
         DraftError: see `DraftConfig.from_dict`, `read_headers`, `check_tensors`; or a weight is not finite.
     """
-    config, quantized = check_draft_folder(folder)
+    (config, quantized, recipes, _), tensors = _read(folder)
     model = DFlashDraftModel(config, attn_implementation)
     if quantized:
         nn.quantize(model, class_predicate=lambda path, _: vars(quantized[path]) if path in quantized else False)
-    weights: dict[str, mx.array] = {}
-    for file in weight_files(folder):
-        weights.update(load_file(file))
+    weights = make(recipes, recipes, tensors)
     refuse_non_finite(weights, folder)
+    refuse_bad_ids(weights, config, folder)
     model.load_weights(list(weights.items()))
     stored = model.norm.weight.dtype
     chosen, note = compute_dtype(stored, bool(quantized), dtype)
@@ -178,11 +201,27 @@ def load_draft_folder(
     return model
 
 
-def check_draft_folder(folder: Path) -> tuple[DraftConfig, dict[str, Quantized]]:
-    """Config and quantised modules of a folder, by config and headers only."""
+def make(names: Iterable[str], recipes: Recipes, tensors: Mapping[str, TensorInfo]) -> dict[str, mx.array]:
+    """Make these tensors; their data is read when it is evaluated."""
+    wanted = {name: recipes[name] for name in names}
+    files = {tensors[source].file for recipe in wanted.values() for source in recipe.sources}
+    loaded = {file: load_file(file) for file in files}
+    return {
+        name: recipe.make([loaded[tensors[source].file][source] for source in recipe.sources])
+        for name, recipe in wanted.items()
+    }
+
+
+def check_draft_folder(folder: Path) -> Layout:
+    """A folder's draft by config and headers only."""
+    return _read(folder)[0]
+
+
+def _read(folder: Path) -> tuple[Layout, dict[str, TensorInfo]]:
     if not folder.is_dir():
         raise DraftError(f"{folder}: no such folder")
-    return check_tensors(folder_config(folder), read_headers(folder), folder)
+    config, tensors = folder_config(folder), read_headers(folder)
+    return check_tensors(config, tensors, folder), tensors
 
 
 def folder_config(folder: Path) -> DraftConfig:
@@ -196,10 +235,25 @@ def folder_facts(folder: Path) -> tuple[dict[str, Any], str]:
     That is `config.json`, or a GGUF file that has none beside it. Raises `DraftError` when neither can be read.
     """
     check_folder(folder)
-    file = folder / "config.json"
+    file, scheme = folder / "config.json", folder / MODELOPT_SCHEME
     if not file.exists() and (one := gguf.find(folder)):
         return gguf.config(one), str(one)
-    return read_json(file), str(file)
+    facts = read_json(file)
+    if "quantization_config" not in facts and scheme.exists():
+        facts["quantization_config"] = read_json(scheme).get("quantization")
+    return facts, str(file)
+
+
+def refuse_bad_ids(weights: Mapping[str, mx.array], config: DraftConfig, source: Path) -> None:
+    """Raise `DraftError` unless the vocabulary map gives every draft id a target id of its own."""
+    if (offsets := weights.get("d2t")) is None:
+        return
+    ids = sorted(cast(list[int], (mx.arange(offsets.size) + offsets).tolist()))
+    if ids[0] < 0 or ids[-1] >= config.vocab_size or len(set(ids)) < len(ids):
+        raise DraftError(
+            f"{source}: d2t gives {len(ids)} draft ids {len(set(ids))} target ids from {ids[0]} to {ids[-1]}; "
+            f"they must all differ and be below vocab_size {config.vocab_size}"
+        )
 
 
 def refuse_non_finite(weights: Mapping[str, mx.array], source: Path) -> None:
