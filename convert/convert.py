@@ -38,13 +38,12 @@ from .licence import read_terms
 
 LAYOUTS = ("mlx", "hf", "speculators")
 SHARD_BYTES = 5 * 10**9  # of the source; mlx-lm's own limit
-# Matrices that are never quantised, by a part of their names, with the reason.
-KEPT = {
+KEPT = {  # matrices that are never quantised, by a part of their names, and why
     "fc.weight": "reads the target's raw hidden states",
     "embed_tokens.weight": "looked up by rows, so its size costs no time",
     "lm_head.weight": "picks the tokens",
-    "_codebook": "a table of the candidate selector, looked up and not multiplied",
-    "base_kernel": "a convolution of two rows",
+    "_codebook": "a table of the candidate selector, looked up by rows",
+    "base_kernel": "a convolution of a few rows",
     "kernel_projection": "makes the kernels of the convolution",
     "hidden_projection": "scores the candidates",
 }

@@ -32,6 +32,7 @@ AUTO, NONE = "auto", "none"
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken", "*.model")
 LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
 DRAFT_FILES = ("*.json", "*.safetensors", "README.md", "mask_embedding.pt", *LICENCE_FILES)
+TORCH_FILES = ("*.bin", "*.pt")  # only where there is nothing better
 SUBFOLDER = "dflash"  # of a repo that holds the target as well (Xiaomi's MiMo)
 
 
@@ -187,6 +188,8 @@ def fetch_draft(name: str, revision: str | None = None) -> Path:
     inside = ["README.md", *(f"{SUBFOLDER}/{file}" for file in DRAFT_FILES)]
     files = inside if folder.name == SUBFOLDER else DRAFT_FILES
     whole = hub.fetch(name, revision=revision, allow_patterns=files, what="draft")
+    if not any(whole.rglob("*.safetensors")):
+        whole = hub.fetch(name, revision=revision, allow_patterns=(*files, *TORCH_FILES), what="draft")
     return whole / SUBFOLDER if folder.name == SUBFOLDER else whole
 
 

@@ -586,7 +586,7 @@ OTHERS = {
         "DFlash draft in the `speculators` layout",
         "transformer_layer_config: missing",
     ),
-    "fp8": (["layers.0.mlp.up_proj.weight_scale"], {}, "DFlash draft", "quantised by another tool"),
+    "fp8": (["layers.0.mlp.up_proj.weight_scale"], {}, "DFlash draft", "is a scheme that is not read"),
     "unheard of": (["layers.0.surprise"], {}, "DFlash draft", "unknown tensor 'layers.0.surprise'"),
     "no rope": ([], {"rope_theta": None}, "DFlash draft", "rope_theta"),
 }  # fmt: skip

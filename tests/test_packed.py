@@ -11,10 +11,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
+from tiny import draft_config, make_draft
 
-from dflash_mlx import DraftError
+from dflash_mlx import DraftError, convert_draft, inspect_draft, load_draft
+from dflash_mlx.draft import DFlashDraftModel
 from dflash_mlx.draft.headers import TensorInfo, load_file, read_headers
-from dflash_mlx.draft.packed import from_e2m1, from_e4m3, from_e5m2, recipes, unused
+from dflash_mlx.draft.packed import from_e2m1, from_e4m3, from_e5m2, recipes
+from dflash_mlx.draft.schemes import UNUSED
 
 GOLDEN = np.load(Path(__file__).parent / "reference" / "golden" / "packed.npz")
 CONFIGS = json.loads(GOLDEN["configs"].tobytes())
@@ -26,7 +30,10 @@ Parts = dict[str, tuple[str, np.ndarray]]  # kind -> dtype as safetensors spells
 def write(folder: Path, parts: Parts, norm: str = "F32") -> dict[str, TensorInfo]:
     """A safetensors file of one matrix's tensors and a norm, of dtypes that `mx.save_safetensors` may not know."""
     norms = {"F32": np.ones(4, np.float32), "F16": np.ones(4, np.float16), "BF16": np.full(4, 0x3F80, np.uint16)}
-    tensors = {f"{PATH}.{kind}": part for kind, part in parts.items()} | {NORM: (norm, norms[norm])}
+    return write_tensors(folder, {f"{PATH}.{kind}": part for kind, part in parts.items()} | {NORM: (norm, norms[norm])})
+
+
+def write_tensors(folder: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> dict[str, TensorInfo]:
     header, data = {}, b""
     for name, (dtype, array) in tensors.items():
         raw = np.ascontiguousarray(array).tobytes()
@@ -41,12 +48,12 @@ def write(folder: Path, parts: Parts, norm: str = "F32") -> dict[str, TensorInfo
 def unpack(folder: Path, parts: Parts, config: dict[str, Any] | None = None, norm: str = "F32") -> mx.array:
     """The matrix, its recipe checked against what comes out."""
     tensors = write(folder, parts, norm)
-    found = recipes(tensors, config, folder)
+    found = recipes(tensors, config)
     assert list(found) == [f"{PATH}.weight"]
     recipe = found[f"{PATH}.weight"]
-    assert set(recipe.sources) == {f"{PATH}.{kind}" for kind in parts} - set(unused(tensors))
+    assert set(recipe.sources) == {f"{PATH}.{kind}" for kind in parts if kind not in UNUSED}
     arrays = load_file(folder / "model.safetensors")
-    result = recipe.make({name: arrays[name] for name in recipe.sources})
+    result = recipe.make([arrays[name] for name in recipe.sources])
     assert result.shape == recipe.shape
     assert result.dtype == {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}[recipe.dtype]
     return result
@@ -191,17 +198,76 @@ def test_two_groups_in_one_config_are_told_apart_by_shapes(tmp_path):
         np.testing.assert_array_equal(np.array(result), numbers * 0.5)
 
 
-def test_scales_that_a_draft_can_do_without_are_named_with_the_reason():
-    names = ["layers.0.self_attn.k_proj.k_scale", f"{PATH}.input_scale", f"{PATH}.weight_scale"]
-    reasons = unused(names)
-    assert set(reasons) == set(names[:2])
-    assert "keys and values" in reasons[names[0]]
-    assert "activations" in reasons[names[1]]
-
-
 def test_unquantised_drafts_have_no_such_matrices(tmp_path):
     info = TensorInfo("BF16", (4, 4), tmp_path / "model.safetensors")
-    assert recipes({f"{PATH}.weight": info}, {"quant_method": "no such"}, tmp_path) == {}
+    assert recipes({f"{PATH}.weight": info}, {"quant_method": "no such"}) == {}
+
+
+# a whole draft
+
+
+def quantise(draft: DFlashDraftModel) -> tuple[dict[str, tuple[str, np.ndarray]], dict[str, mx.array]]:
+    """Its matrices in fp8 by rows, with scales of activations and keys beside, and what the numbers mean."""
+    stored: dict[str, tuple[str, np.ndarray]] = {}
+    meant: dict[str, mx.array] = {}
+    for name, array in tree_flatten(draft.parameters()):
+        meant[name] = array
+        if array.ndim == 1 or name == "fc.weight":
+            stored[name] = "BF16", np.array(array.view(mx.uint16))
+            continue
+        path = name.removesuffix(".weight")
+        scale = mx.abs(array.astype(mx.float32)).max(axis=1, keepdims=True) / 448
+        codes = mx.to_fp8(array.astype(mx.float32) / scale)
+        stored[name] = "F8_E4M3", np.array(codes)
+        stored[f"{path}.weight_scale"] = "F32", np.array(scale)
+        stored[f"{path}.input_scale"] = "F32", np.ones((), np.float32)
+        if path.endswith("k_proj"):
+            stored[f"{path}.k_scale"] = "F32", np.ones((), np.float32)
+        meant[name] = (mx.array(E4M3[np.array(codes)]) * scale).astype(mx.bfloat16)
+    return stored, meant
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_draft_of_fp8_loads_and_converts(tmp_path, beside):
+    draft = make_draft(mx.bfloat16)
+    stored, meant = quantise(draft)
+    stated = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "kv_cache_scheme": {"num_bits": 8}}
+    write_tensors(tmp_path / "draft", stored)
+    config = draft_config(dtype="bfloat16", quantization_config=None if beside else stated)
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    if beside:
+        (tmp_path / "draft" / "hf_quant_config.json").write_text(json.dumps({"quantization": stated}))
+    for name, array in tree_flatten(load_draft(tmp_path / "draft").parameters()):
+        assert array.dtype == mx.bfloat16
+        assert mx.array_equal(array, meant[name]), name
+    assert inspect_draft(tmp_path / "draft").problem is None
+    result = convert_draft(tmp_path / "draft", tmp_path / "out", quantize=True, q_group_size=32)
+    assert result.config.quantization == {"bits": 4, "group_size": 32, "mode": "affine"}
+    assert "layers.0.mlp.up_proj.input_scale left out: scales activations, which are not quantised here" in result.notes
+    assert any(
+        note.startswith("layers.1.self_attn.k_proj.k_scale left out: scales cached keys") for note in result.notes
+    )
+    gate = load_draft(tmp_path / "out").layers[0].mlp.gate_proj
+    expected = mx.quantize(meant["layers.0.mlp.gate_proj.weight"], 32, 4)
+    assert all(mx.array_equal(a, b) for a, b in zip((gate.weight, gate.scales, gate.biases), expected, strict=True))
+
+
+def test_nan_in_fp8_is_found(tmp_path):
+    stored, _ = quantise(make_draft(mx.bfloat16))
+    stored["layers.0.mlp.up_proj.weight"][1][0, 0] = 0x7F
+    write_tensors(tmp_path, stored)
+    (tmp_path / "config.json").write_text(json.dumps(draft_config(dtype="bfloat16")))
+    with pytest.raises(DraftError, match=r"up_proj\.weight holds NaN"):
+        load_draft(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["quant_method", "quant_algo"])
+def test_a_scheme_that_is_not_read_is_refused_before_anything_loads(tmp_path, key):
+    stored, _ = quantise(make_draft(mx.bfloat16))
+    write_tensors(tmp_path, stored)
+    (tmp_path / "config.json").write_text(json.dumps(draft_config(quantization_config={key: "spinquant"})))
+    with pytest.raises(DraftError, match=f"config.json: {key} 'spinquant'.* is not read"):
+        load_draft(tmp_path)
 
 
 # what is refused
@@ -286,7 +352,7 @@ REFUSED: dict[str, tuple[Parts, Any, str]] = {
 def test_what_is_not_read_is_refused_by_name(tmp_path, name):
     parts, config, says = REFUSED[name]
     with pytest.raises(DraftError, match=says) as caught:
-        recipes(write(tmp_path, parts), config, tmp_path)
+        recipes(write(tmp_path, parts), config)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -314,5 +380,5 @@ def test_any_mix_of_tensors_is_read_or_refused_in_one_line(tmp_path):
         for chosen in itertools.combinations(kinds, count):
             tensors = write(tmp_path, {kind: kinds[kind] for kind in chosen})
             with contextlib.suppress(DraftError):
-                for recipe in recipes(tensors, W4_CONFIG, tmp_path).values():
+                for recipe in recipes(tensors, W4_CONFIG).values():
                     assert {f"{PATH}.{kind}" for kind in chosen if kind.startswith("weight_")} <= set(recipe.sources)

@@ -259,7 +259,7 @@ DRAFTS: dict[str, tuple[Callable[[Pair], Any], tuple[str, ...]]] = {
     ),
     "quantised by another tool": (
         lambda p: p.tensors(layers__0__mlp__up_proj__weight_scale=mx.ones((96, 1))),
-        ("quantised by another tool",),
+        ("up_proj: weight of dtype F32 with weight, weight_scale is a scheme that is not read",),
     ),
     "a dtype that is not read": (
         lambda p: p.tensors(norm__weight=mx.ones((64,), mx.int64)),

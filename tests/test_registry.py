@@ -164,7 +164,7 @@ def test_unknown_base_models_leave_the_name_and_are_listed() -> None:
 
 
 def test_the_current_generation_comes_first_with_its_revision() -> None:
-    first, second = resolve("mlx-community/Qwen3.6-35B-A3B-4bit").drafts[:2]
+    first, *_, second = resolve("mlx-community/Qwen3.6-35B-A3B-4bit").drafts
     assert (first.generation, first.revision) == ("retrain", "f181eece646affea2c38b2765f1aaa01a9734ccd")
     assert (second.generation, second.revision) == ("original", "42d3b34d588423cdae7ba8f53a8cf7789346a719")
 

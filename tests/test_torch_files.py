@@ -84,7 +84,7 @@ def test_a_trainers_checkpoint_holds_the_draft_beside_other_things(tmp_path, dra
 def test_the_model_is_taken_where_a_trainer_left_its_state_too(tmp_path, draft):
     published(tmp_path, draft)
     torch.save({"draft_state_dict": {"norm.weight": torch.ones(3)}}, tmp_path / "training_state.pt")
-    for other in ("optimizer.pt", "training_args.bin", "mask_embedding.pt"):
+    for other in ("optimizer.pt", "training_args.bin", "rng_state.pth"):
         (tmp_path / other).write_bytes(b"not read")
     assert_same(tmp_path, draft)
 

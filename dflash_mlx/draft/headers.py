@@ -26,7 +26,8 @@ MAX_DIMENSIONS = 8
 MAX_NAME = 256
 INDEX = "model.safetensors.index.json"
 JSON_FILES = {  # and the most bytes that each may have
-    "config.json": 2**20, "generation_config.json": 2**20, INDEX: MAX_HEADER, "tokenizer.json": 128 * 2**20,
+    "config.json": 2**20, "generation_config.json": 2**20, "hf_quant_config.json": 2**20,
+    INDEX: MAX_HEADER, "tokenizer.json": 128 * 2**20,
 }  # fmt: skip
 
 FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}

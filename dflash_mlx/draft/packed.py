@@ -10,33 +10,23 @@ modelopt multiplies by `weight_scale_2`, compressed-tensors divides by `weight_g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import DraftError
 from .headers import FLOATS, TensorInfo
-from .schemes import UNREAD, UNUSED, Group, block, groups, refuse_scheme
+from .recipes import Recipe
+from .schemes import UNREAD, Group, block, groups, refuse_scheme
 
 Arrays = Mapping[str, mx.array]
 
 NVFP4_GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8 = ("F8_E4M3", "F8_E5M2")
-
-
-@dataclass(frozen=True)
-class Unpacked:
-    """How one matrix comes about: its dtype and shape, the tensors it is made of, and the making, from their arrays."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    sources: tuple[str, ...]
-    make: Callable[[Arrays], mx.array]
 
 
 @dataclass(frozen=True)
@@ -70,25 +60,22 @@ class Matrix:
             raise self.error(f"{' or '.join(kinds)} is missing; the download may be incomplete")
         return found
 
-    def unpacked(self, shape: tuple[int, ...], make: Callable[[Arrays], mx.array]) -> Unpacked:
+    def unpacked(self, shape: tuple[int, ...], make: Callable[[Arrays], mx.array]) -> Recipe:
         """The recipe, with the result cast to the checkpoint's dtype."""
         names = {kind: self.name(kind) for kind in self.used}
 
-        def cast(arrays: Arrays) -> mx.array:
-            return make({kind: arrays[name] for kind, name in names.items()}).astype(FLOATS[self.dtype])
+        def cast(arrays: Sequence[mx.array]) -> mx.array:
+            return make(dict(zip(names, arrays, strict=True))).astype(FLOATS[self.dtype])
 
-        return Unpacked(self.dtype, shape, tuple(names.values()), cast)
+        return Recipe(self.dtype, shape, tuple(names.values()), cast, next(iter(self.parts.values())).file)
 
 
-def recipes(
-    tensors: Mapping[str, TensorInfo], quantization_config: Mapping[str, Any] | None, folder: Path
-) -> dict[str, Unpacked]:
+def recipes(tensors: Mapping[str, TensorInfo], quantization_config: Mapping[str, Any] | None) -> dict[str, Recipe]:
     """For each matrix quantised by another tool, how its `<path>.weight` comes about.
 
     Args:
         tensors: by header, under the names they have in the files.
         quantization_config: of `config.json`, or `quantization` of modelopt's `hf_quant_config.json`.
-        folder: named in errors.
 
     Raises:
         DraftError: an unknown scheme, by name; sizes that don't fit together.
@@ -103,17 +90,13 @@ def recipes(
     if not found:
         return {}
     config = quantization_config or {}
-    refuse_scheme(config, folder)
-    stated = _dtype(tensors), groups(config, folder), block(config, folder)
+    source = next(iter(tensors.values())).file.parent / "config.json"
+    refuse_scheme(config, source)
+    stated = _dtype(tensors), groups(config, source), block(config, source)
     return {f"{path}.weight": _recipe(Matrix(path, parts, *stated)) for path, parts in found.items()}
 
 
-def unused(tensors: Iterable[str]) -> dict[str, str]:
-    """The tensors that a draft can do without, each with the reason."""
-    return {name: UNUSED[kind] for name in tensors if (kind := name.rpartition(".")[2]) in UNUSED}
-
-
-def _recipe(matrix: Matrix) -> Unpacked:
+def _recipe(matrix: Matrix) -> Recipe:
     weight = matrix.need("weight_packed", "weight")
     if len(weight.shape) != 2:
         raise matrix.error(f"{matrix.used[0]} of shape {list(weight.shape)} is no matrix")
@@ -127,7 +110,7 @@ def _recipe(matrix: Matrix) -> Unpacked:
     return made
 
 
-def _fp8(matrix: Matrix, weight: TensorInfo) -> Unpacked:
+def _fp8(matrix: Matrix, weight: TensorInfo) -> Recipe:
     """Numbers of 8 bits times a scale: one for all, one a row, or one a block."""
     decode = from_e4m3 if weight.dtype == "F8_E4M3" else from_e5m2
     scale = matrix.need("weight_scale", "weight_scale_inv")  # both multiply, whatever the second's name says
@@ -136,7 +119,7 @@ def _fp8(matrix: Matrix, weight: TensorInfo) -> Unpacked:
     return matrix.unpacked(weight.shape, lambda a: decode(a["weight"]) * spread(a[kind]))
 
 
-def _int8(matrix: Matrix, weight: TensorInfo) -> Unpacked:
+def _int8(matrix: Matrix, weight: TensorInfo) -> Recipe:
     scale, zero = matrix.need("weight_scale"), matrix.take("weight_zero_point")
     spread = _spread(matrix, scale, weight.shape)
     if zero is not None and zero.shape != scale.shape:
@@ -151,7 +134,7 @@ def _int8(matrix: Matrix, weight: TensorInfo) -> Unpacked:
     return matrix.unpacked(weight.shape, make)
 
 
-def _nvfp4(matrix: Matrix, weight: TensorInfo) -> Unpacked:
+def _nvfp4(matrix: Matrix, weight: TensorInfo) -> Recipe:
     """Two numbers a byte, the low half first; a scale in fp8 for each 16, and one more for the matrix."""
     rows, columns = weight.shape[0], weight.shape[1] * 2
     scale = matrix.need("weight_scale")
@@ -174,7 +157,7 @@ def _nvfp4(matrix: Matrix, weight: TensorInfo) -> Unpacked:
     return matrix.unpacked((rows, columns), make)
 
 
-def _words(matrix: Matrix, weight: TensorInfo) -> Unpacked:
+def _words(matrix: Matrix, weight: TensorInfo) -> Recipe:
     """Integers in words of 32 bits, lowest bits first and offset by half their range."""
     rows = weight.shape[0]
     scale, zero = matrix.need("weight_scale"), matrix.take("weight_zero_point")
@@ -208,7 +191,7 @@ def _words(matrix: Matrix, weight: TensorInfo) -> Unpacked:
 
 
 # by the tensor that holds the numbers and its dtype
-FORMS: dict[tuple[str, str], Callable[[Matrix, TensorInfo], Unpacked]] = {
+FORMS: dict[tuple[str, str], Callable[[Matrix, TensorInfo], Recipe]] = {
     **{("weight", dtype): _fp8 for dtype in FP8},
     ("weight", "U8"): _nvfp4,
     ("weight_packed", "U8"): _nvfp4,

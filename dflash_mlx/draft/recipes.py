@@ -17,7 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import DraftError
-from . import packed
+from . import schemes
 from .config import PER_ELEMENT, PER_HEAD, DraftConfig
 from .headers import ITEM_BYTES, TensorInfo
 
@@ -83,6 +83,7 @@ UNUSED = {
     r"(^|\.)inv_freq$": "rope frequencies, which follow from config.json",
     r"^t2d$": "which target ids have a draft id, which follows from d2t",
     r"^verifier_(norm|lm_head)\.": "a copy of the target's own",
+    **{rf"\.{kind}$": why for kind, why in schemes.UNUSED.items()},
 }
 
 NORM = re.compile(r"(^|\.)(input_layernorm|post_attention_layernorm|q_norm|k_norm|norm|hidden_norm)\.weight$")
@@ -106,12 +107,7 @@ def canonical_recipes(
     Raises:
         DraftError: two tensors are the same one, or a fused one has other rows than config.json says.
     """
-    dropped = packed.unused(tensors)
-    stored, dequantised = dequantising({n: info for n, info in tensors.items() if n not in dropped}, config, folder)
-    recipes, unused = _named(stored)
-    unused |= dropped
-    if dequantised:
-        config = replace(config, quantization=None)
+    recipes, unused = _named(dequantising(tensors, config))
     recipes.update(beside or {})
     recipes = _split_fused(config, recipes)
     config, recipes = _split_gated(config, recipes, folder)
@@ -121,22 +117,16 @@ def canonical_recipes(
     return _as_stored(config, recipes), recipes, unused
 
 
-def dequantising(tensors: Mapping[str, TensorInfo], config: DraftConfig, folder: Path) -> tuple[Recipes, bool]:
+def dequantising(tensors: Mapping[str, TensorInfo], config: DraftConfig) -> Recipes:
     """One recipe a tensor, by the names of the files; matrices that another tool quantised come out dequantised.
 
-    Returns the recipes, and whether any was. Raises `DraftError` for a scheme that is not read.
+    Raises `DraftError` for a scheme that is not read.
     """
-    unpacked = packed.recipes(tensors, config.quantization, folder)
-    parts = {name for matrix in unpacked.values() for name in matrix.sources}
-    recipes = {name: Recipe.stored(name, info) for name, info in tensors.items() if name not in parts}
-    for name, matrix in unpacked.items():
-        make = partial(_from_parts, matrix)
-        recipes[name] = Recipe(matrix.dtype, matrix.shape, matrix.sources, make, tensors[matrix.sources[0]].file)
-    return recipes, bool(unpacked)
+    from . import packed
 
-
-def _from_parts(matrix: packed.Unpacked, arrays: Sequence[mx.array]) -> mx.array:
-    return matrix.make(dict(zip(matrix.sources, arrays, strict=True)))
+    found = packed.recipes(tensors, config.quantization)
+    parts = {source for recipe in found.values() for source in recipe.sources}
+    return {name: Recipe.stored(name, info) for name, info in tensors.items() if name not in parts} | found
 
 
 def canonical_name(name: str) -> str:

@@ -57,14 +57,14 @@ class Group:
     symmetric: bool
 
 
-def refuse_scheme(config: Mapping[str, Any], folder: Path) -> None:
+def refuse_scheme(config: Mapping[str, Any], source: Path) -> None:
     """Raise `DraftError` for a scheme whose tensors could pass for another's."""
     method = config.get("quant_method") or ("modelopt" if "quant_algo" in config else None)
     if method is None:
         return
     if not isinstance(method, str) or method not in METHODS:
         raise DraftError(
-            f"{folder}: quant_method {brief(method)} is not read (known: {', '.join(METHODS)}); "
+            f"{source}: quant_method {brief(method)} is not read (known: {', '.join(METHODS)}); "
             "use an unquantised draft"
         )
     name, known = METHODS[method]
@@ -74,12 +74,12 @@ def refuse_scheme(config: Mapping[str, Any], folder: Path) -> None:
     for scheme in schemes:
         if scheme is not None and scheme not in known:
             raise DraftError(
-                f"{folder}: {name} {brief(scheme)} of {method} is not read (known: {', '.join(known)}); "
+                f"{source}: {name} {brief(scheme)} of {method} is not read (known: {', '.join(known)}); "
                 "use an unquantised draft"
             )
 
 
-def groups(config: Mapping[str, Any], folder: Path) -> tuple[Group, ...]:
+def groups(config: Mapping[str, Any], source: Path) -> tuple[Group, ...]:
     """The forms of packed integers that the config states; which matrix has which is told by shapes."""
     found = []
     stated = config.get("config_groups")
@@ -90,14 +90,14 @@ def groups(config: Mapping[str, Any], folder: Path) -> tuple[Group, ...]:
         bits, size = weights.get("num_bits"), weights.get("group_size")
         if bits not in PACKED_BITS or not (size is None or (type(size) is int and (size > 0 or size == -1))):
             raise DraftError(
-                f"{folder}: integers of num_bits {brief(bits)} with group_size {brief(size)} are not read "
+                f"{source}: integers of num_bits {brief(bits)} with group_size {brief(size)} are not read "
                 f"(bits: {', '.join(map(str, PACKED_BITS))})"
             )
         found.append(Group(bits, None if size == -1 else size, weights.get("symmetric", True) is not False))
     return tuple(found)
 
 
-def block(config: Mapping[str, Any], folder: Path) -> tuple[int, int]:
+def block(config: Mapping[str, Any], source: Path) -> tuple[int, int]:
     stated = config.get("weight_block_size")
     groups = config.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
@@ -106,5 +106,5 @@ def block(config: Mapping[str, Any], folder: Path) -> tuple[int, int]:
     if stated is None:
         return BLOCK
     if not isinstance(stated, list) or len(stated) != 2 or not all(type(n) is int and n > 0 for n in stated):
-        raise DraftError(f"{folder}: a block of {brief(stated)} is not two sizes")
+        raise DraftError(f"{source}: a block of {brief(stated)} is not two sizes")
     return stated[0], stated[1]

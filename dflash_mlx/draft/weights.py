@@ -31,6 +31,7 @@ from .recipes import Recipe, Recipes, canonical_recipes
 MODELS: dict[str, type[DFlashDraftModel]] = {"dflash": DFlashDraftModel, "dflash2": DFlash2DraftModel}  # by kind
 
 PACKED = ("U32", "U8")  # quantised matrices, and the scales of mxfp4 and its like
+MODELOPT_SCHEME = "hf_quant_config.json"  # where its older versions say how they quantised
 INTEGERS = {"d2t": ("I64", "I32")}  # tensors that hold ids
 
 # MLX's quantisation modes -> their bits and group sizes; the first of each is mlx-lm's default
@@ -238,10 +239,13 @@ def folder_facts(folder: Path) -> tuple[dict[str, Any], str]:
     That is `config.json`, or a GGUF file that has none beside it. Raises `DraftError` when neither can be read.
     """
     check_folder(folder)
-    file = folder / "config.json"
+    file, scheme = folder / "config.json", folder / MODELOPT_SCHEME
     if not file.exists() and (one := gguf.find(folder)):
         return gguf.config(one), str(one)
-    return read_json(file), str(file)
+    facts = read_json(file)
+    if "quantization_config" not in facts and scheme.exists():
+        facts["quantization_config"] = read_json(scheme).get("quantization")
+    return facts, str(file)
 
 
 def refuse_bad_ids(weights: Mapping[str, mx.array], config: DraftConfig, source: Path) -> None:
