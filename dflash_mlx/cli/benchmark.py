@@ -12,7 +12,7 @@ from .options import add_pair_arguments, at_least, json_object, within
 from .progress import progress_bar
 
 if TYPE_CHECKING:
-    from ..benchmark import Arm, Task
+    from ..benchmark import Arm, Report, Task
 
 AUTO = "auto"
 BLOCKS = (4, 8, 16)  # measured unless --block-sizes says otherwise, as far as the draft goes
@@ -91,8 +91,9 @@ def run(args: argparse.Namespace) -> int:
                 part.set_dtype(getattr(mx, args.dtype))
     if args.heavy:
         benchmark.widen(model, args.heavy)
+    _check_room({f"--context-lengths {length}": length for length in contexts}, args.max_tokens, model)
     tasks = _tasks(args, contexts, tokenizer)
-    _check_room(tasks, args.max_tokens, model)
+    _check_room({f"prompt {task.name!r}": task.ids.shape[0] for task in tasks}, args.max_tokens, model)
     settings = benchmark.Settings(
         args.max_tokens, args.repeat, args.warm_up, args.cool_down, args.ignore_end, args.prefill_step_size,
         {name: getattr(args, name) for name in SAMPLING},
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     about = {"model": args.model, "draft": plan.draft, "heavy": args.heavy, "dtype": args.dtype, "notes": plan.notes}
     with progress_bar("runs") as progress:
         report = benchmark.run(benchmark.Pair(model, draft, tokenizer), tasks, arms, settings, about, progress)
-    _show(args, report, len(tasks), plan.draft)
+    _show(args, report, len({task.name for task in tasks}), plan.draft)
     return 1 if any(found.fault for found in report.verdicts) else 0
 
 
@@ -163,27 +164,25 @@ def _tasks(args: argparse.Namespace, contexts: list[int], tokenizer: Any) -> lis
     return prompts.tasks(chosen, contexts, lambda text: render(tokenizer, text, args), tokenizer, args.context_file)
 
 
-def _check_room(tasks: list[Task], max_tokens: int, model: Any) -> None:
+def _check_room(lengths: dict[str, int], max_tokens: int, model: Any) -> None:
     """Raise `DFlashError` for a prompt that leaves the target no room to answer."""
     from ..errors import DFlashError
 
     args = getattr(model, "args", None)
     text = getattr(args, "text_config", None) or {}
     positions = getattr(args, "max_position_embeddings", None) or text.get("max_position_embeddings")
-    for task in tasks:
-        length = task.ids.shape[0]
+    for what, length in lengths.items():
         if positions and length + max_tokens > positions:
-            flag = f"--context-lengths {task.context}" if task.context else f"prompt {task.name!r}"
             raise DFlashError(
-                f"{flag}: {length} tokens and {max_tokens} new ones exceed the target's {positions} positions"
+                f"{what}: {length} tokens and {max_tokens} new ones exceed the target's {positions} positions"
             )
 
 
-def _show(args: argparse.Namespace, report: Any, tasks: int, draft: str | None) -> None:
+def _show(args: argparse.Namespace, report: Report, prompts: int, draft: str | None) -> None:
     from rich.console import Console
 
     heavy = f", MLPs of {args.heavy}" if args.heavy else ""
-    title = f"{args.model}{heavy} with {draft or 'no draft'}: {tasks} prompts, {args.max_tokens} tokens"
+    title = f"{args.model}{heavy} with {draft or 'no draft'}: {prompts} prompts, {args.max_tokens} tokens"
     console = Console(width=None if Console().is_terminal else 150)
     for table in report.tables(f"{title}, {args.repeat} repeats"):
         console.print(table)
