@@ -191,7 +191,7 @@ def compare(args: argparse.Namespace, pythons: dict[str, Path], target: Path, dr
         worker.close()
     alone = {width: statistics.median(seconds) for width, seconds in forwards.items()}
     rows = [row(runs, worker.name, block, alone, args.tokens) for worker, block in jobs if has(runs, worker, block)]
-    return {"rows": rows, "refused": refused, "versions": versions, "forward_seconds": alone, "runs": runs}
+    return {"prompts": len(prompts), "rows": rows, "refused": refused, "versions": versions, "forward_seconds": alone, "runs": runs}
 
 
 def token_ids(target: Path, args: argparse.Namespace) -> list[list[int]]:
@@ -244,7 +244,7 @@ def show(result: dict[str, Any], args: argparse.Namespace) -> None:
 
     heavy = f", MLPs of {args.heavy}" if args.heavy else ""
     table = Table(
-        title=f"{result['draft']}{heavy}: {args.samples} prompts, {args.tokens} tokens, {args.repeat} repeats"
+        title=f"{result['draft']}{heavy}: {result['prompts']} prompts, {args.tokens} tokens, {args.repeat} repeats"
     )
     for name in ("engine", "block", "tau", "round", "verify alone", "rest", "rho", "speed-up", "tokens/s", "text"):
         table.add_column(name, justify="right")
