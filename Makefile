@@ -18,7 +18,7 @@ lint: $(VENV)/.installed-test  ## check style and types
 	$(RUN)/mypy
 
 bench: $(VENV)/.installed  ## measure the bundled pair on this machine
-	$(RUN)/dflash-mlx benchmark --model demo
+	$(RUN)/dflash-mlx benchmark --model demo --samples 4
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
