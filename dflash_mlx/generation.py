@@ -20,7 +20,8 @@ from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .decode.block_size import FixedBlockSize
+from .decode.block_size import AutoBlockSize, BlockSize, FixedBlockSize
+from .decode.costs import describe_pair, keep_costs, round_costs
 from .decode.drafter import Drafter, as_drafter
 from .decode.filters import Filters
 from .decode.loop import Token, decode
@@ -112,7 +113,8 @@ def _tokens(
         max_tokens: at most so many tokens, the end token included; -1 for no limit.
         temp, seed: see `TokenPicker`; top_p to xtc_special_tokens: see `Filters`; a `sampler` replaces them all.
         acceptance: "match" (the text does not depend on the draft) or "rejection" (see `decode/acceptance.py`).
-        block_size: slots of a block, anchor included; None takes the draft's own, 1 decodes plainly.
+        block_size: slots of a block, anchor included; None chooses it round by round from measured costs and
+            acceptance (plain decoding is one of the choices), 1 decodes plainly.
         num_draft_tokens: mlx-lm's name for block_size - 1.
         prompt_cache: the target's cache entries, then (optionally) the draft's; updated in place and left at
             exactly prompt + emitted tokens. The other arguments are mlx-lm's.
@@ -168,11 +170,23 @@ def _tokens(
     progress = prompt_progress_callback or (lambda done, total: None)
     session.prefill(prompt, prefill_step_size, progress)
     room = quantized_kv_start if kv_bits else None
-    with closing(decode(session, FixedBlockSize(width), max_tokens, end_tokens, room)) as tokens:
-        for i, token in enumerate(tokens):
-            if i == 0:
-                progress(prompt.shape[0], prompt.shape[0])
-            yield token
+    chooser: BlockSize = FixedBlockSize(width)
+    pair = ""
+    if stats.auto:
+        way = ["greedy" if temp == 0 else acceptance, *(["processors"] if logits_processors else [])]
+        pair = describe_pair(model, draft_model, [*way, f"kv {kv_bits}"] if kv_bits else way)
+        chooser = AutoBlockSize(width, round_costs(pair))
+    try:
+        with closing(decode(session, chooser, max_tokens, end_tokens, room)) as tokens:
+            for i, token in enumerate(tokens):
+                if i == 0:
+                    progress(prompt.shape[0], prompt.shape[0])
+                yield token
+    finally:
+        if isinstance(chooser, AutoBlockSize):
+            keep_costs(pair)
+            if not stats.draft_used and not stats.draft_off_reason:
+                stats.draft_off_reason = chooser.reason
 
 
 def stream_generate(
@@ -281,6 +295,7 @@ def _block_size(drafter: Drafter | None, asked: int | None, stats: GenerationSta
         )
     if asked == 1:
         stats.draft_off_reason = "block size 1 is plain decoding"
+    stats.auto = asked is None
     stats.block_size = drafter.block_size if asked is None else asked
     return stats.block_size
 

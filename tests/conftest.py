@@ -17,6 +17,22 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs Metal"))
 
 
+@pytest.fixture(autouse=True)
+def widest_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of anything but the choice of the block run at costs under which the widest always wins."""
+    if request.node.get_closest_marker("real_costs"):
+        return
+    from dflash_mlx import generation
+    from dflash_mlx.decode.costs import RoundCosts
+
+    class Free(RoundCosts):
+        def add(self, context: int, width: int, seconds: float) -> None:
+            pass
+
+    monkeypatch.setattr(generation, "round_costs", lambda pair: Free({0: {1: 1e9, 2: 1e9, 4: 1e9}}))
+    monkeypatch.setattr(generation, "keep_costs", lambda pair: None)
+
+
 @pytest.fixture(scope="session")
 def demo_pair():
     """The bundled pair in float32: (model, draft, tokenizer)."""

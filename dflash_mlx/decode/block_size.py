@@ -1,8 +1,27 @@
-"""How wide the next block is. Knows the limits of a request, not the models."""
+"""How wide the next block is: pinned, or chosen from what rounds cost and what of them is accepted.
+
+Knows the limits of a request, costs and acceptance; knows no model.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+from .costs import RoundCosts
+
+# What a request expects before its first round, and how fast it forgets (docs/experiments.md).
+PRIOR = 0.75  # share of draft tokens kept
+PRIOR_WEIGHT = 3.0  # in draft tokens
+FORGET_ROUND = 0.97  # weight of the past after a round with a draft
+FORGET_PLAIN = 0.985  # and after a plain one: a draft that failed gets another chance
+ALLOWANCE = 2.5  # plain steps that a request may lose to rounds which did not pay
+ALLOWANCE_SHARE = 0.015  # and the share of its time on top
+CREDIT = 8.0  # plain steps of earlier gains that it may lose on top
+MEASURE_AGAIN = 500  # plain rounds after which a block that is too dear is tried once more, costs being what changes
+PAUSE = 3.0  # a round that took so many times its usual time was waiting for somebody else
+FIRST_WIDTHS = (1, 2, 4)  # measured before anything is known, each so often as `TRIALS`
+TRIALS = 3
 
 
 @dataclass(frozen=True)
@@ -13,20 +32,126 @@ class Widths:
     verify: int
 
 
+class BlockSize(Protocol):
+    """Chooses the width of each round and is told how it went."""
+
+    def next(self, context: int, remaining: int, room: int | None = None) -> Widths:
+        """Widths of the next round.
+
+        Args:
+            context: tokens in the target's cache.
+            remaining: tokens still wanted, at least 1. No more rows are verified, so a round emits no more.
+            room: rows that the target's cache can take back, None where that has no limit.
+        """
+
+    def observe(self, context: int, width: int, accepted: int, seconds: float | None) -> None:
+        """A finished round: its width, the draft tokens kept, and its time where that could be measured."""
+
+
+def _limited(size: int, remaining: int, room: int | None) -> Widths:
+    verify = min(size, remaining if room is None else min(remaining, max(room, 1)))
+    # One slot more than is verified near the end: the draft then sees the block it would have seen if the
+    # text went on, as in the reference.
+    return Widths(draft=min(size, remaining + 1), verify=verify)
+
+
 @dataclass
 class FixedBlockSize:
     """The same block every round, cut to what is still wanted."""
 
     size: int
 
-    def next(self, remaining: int, room: int | None = None) -> Widths:
-        """Widths of the next round.
+    def next(self, context: int, remaining: int, room: int | None = None) -> Widths:
+        return _limited(self.size, remaining, room)
 
-        Args:
-            remaining: tokens still wanted, at least 1. No more rows are verified, so a round emits no more.
-            room: rows that the target's cache can take back, None where that has no limit.
-        """
-        verify = min(self.size, remaining if room is None else min(remaining, max(room, 1)))
-        # One slot more than is verified near the end: the draft then sees the block it would have seen if the
-        # text went on, as in the reference.
-        return Widths(draft=min(self.size, remaining + 1), verify=verify)
+    def observe(self, context: int, width: int, accepted: int, seconds: float | None) -> None:
+        pass
+
+
+class Acceptance:
+    """How likely each slot's draft token is kept, given that those before it were; one request's own.
+
+    A slot's rate leans on the rate over all slots, and that on `PRIOR`, by `PRIOR_WEIGHT` tokens each.
+    """
+
+    def __init__(self, slots: int):
+        self.kept = [0.0] * slots  # of slot i + 1
+        self.offered = [0.0] * slots
+
+    def add(self, width: int, accepted: int) -> None:
+        self.forget(FORGET_ROUND)
+        for i in range(min(width - 1, accepted + 1)):  # behind the first miss nothing is known
+            self.offered[i] += 1
+            self.kept[i] += i < accepted
+
+    def forget(self, share: float) -> None:
+        self.kept = [n * share for n in self.kept]
+        self.offered = [n * share for n in self.offered]
+
+    def expected(self) -> list[float]:
+        """Tokens that a round of width 1, 2, ... emits on average."""
+        rate = (sum(self.kept) + PRIOR_WEIGHT * PRIOR) / (sum(self.offered) + PRIOR_WEIGHT)
+        tokens, reach = [1.0], 1.0
+        for kept, offered in zip(self.kept, self.offered, strict=True):
+            reach *= (kept + PRIOR_WEIGHT * rate) / (offered + PRIOR_WEIGHT)
+            tokens.append(tokens[-1] + reach)
+        return tokens
+
+
+class AutoBlockSize:
+    """The width with the most tokens for its time, plain decoding among them; nothing is carried to a next request.
+
+    Widths whose cost is unknown are taken at the line through their neighbours and measured when they win. A
+    round that emits less than plain steps would have in its time is a loss; losses stay within `ALLOWANCE`.
+
+    Args:
+        widest: the draft's own block.
+        costs: of this pair on this machine; shared by all requests and learned from each.
+    """
+
+    def __init__(self, widest: int, costs: RoundCosts):
+        self.widest, self.costs = widest, costs
+        self.acceptance = Acceptance(widest - 1)
+        self.lost = 0.0  # seconds
+        self.elapsed = 0.0
+        self.plain = 0  # rounds
+        self.reason = ""  # why the last choice was plain
+
+    def next(self, context: int, remaining: int, room: int | None = None) -> Widths:
+        limit = min(self.widest, remaining if room is None else min(remaining, max(room, 1)))
+        return _limited(self._choose(context, limit), remaining, room)
+
+    def _choose(self, context: int, limit: int) -> int:
+        costs = self.costs.at(context)
+        for width in FIRST_WIDTHS:
+            if width <= limit and costs.count(width) < TRIALS:
+                return width
+        if limit == 1:
+            return 1
+        expected = self.acceptance.expected()
+        step = costs.estimate(1)
+        best = max(range(2, limit + 1), key=lambda width: expected[width - 1] / costs.estimate(width))
+        tokens, price = expected[best - 1], costs.estimate(best) / step
+        if tokens <= price and self.plain % MEASURE_AGAIN < MEASURE_AGAIN - 1:
+            self.reason = f"a block of {best} costs {price:.2f} plain steps and gives {tokens:.2f} tokens here"
+            return 1
+        if self.lost + costs.estimate(best) - step > ALLOWANCE * step + ALLOWANCE_SHARE * self.elapsed:
+            self.reason = f"blocks gave fewer tokens than plain steps in the same time ({price:.2f} steps a block)"
+            return 1
+        # A neighbour that was never measured may hide behind a line drawn over a step of the kernels.
+        return next((w for w in (best + 1, best - 1) if 2 <= w <= limit and costs.count(w) < 2), best)
+
+    def observe(self, context: int, width: int, accepted: int, seconds: float | None) -> None:
+        if width == 1:
+            self.plain += 1
+            self.acceptance.forget(FORGET_PLAIN)
+        else:
+            self.acceptance.add(width, accepted)
+        if seconds is None:
+            return
+        self.costs.add(context, width, seconds)
+        costs = self.costs.at(context).known()
+        usual = min(seconds, PAUSE * costs.get(width, seconds))
+        self.elapsed += usual
+        if width > 1 and 1 in costs:
+            self.lost = max(-CREDIT * costs[1], self.lost + usual - (accepted + 1) * costs[1])

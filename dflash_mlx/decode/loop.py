@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .block_size import FixedBlockSize, Widths
+from .block_size import BlockSize, Widths
 from .round import Flight, Session
 
 PLAIN = Widths(draft=1, verify=1)
+USUAL_BACKLOG = 64  # tokens that the draft may take in within a round whose time is learned from
 CLEAR_EVERY = 256  # tokens between releases of MLX's buffer cache, as in mlx-lm
 
 
@@ -24,7 +26,7 @@ class Token:
 
 
 def decode(
-    session: Session, block_size: FixedBlockSize, max_tokens: int, end_tokens: Collection[int], room: int | None = None
+    session: Session, block_size: BlockSize, max_tokens: int, end_tokens: Collection[int], room: int | None = None
 ) -> Generator[Token, None, None]:
     """Emit up to `max_tokens` tokens (-1: no limit), the last of them an end token if one comes.
 
@@ -39,6 +41,7 @@ def decode(
     emitted = 0
     limit = max_tokens if max_tokens >= 0 else 1 << 62
     flight: Flight | None = session.dispatch(PLAIN)  # the last prompt token; its pick is the first token
+    settled = None
     try:
         while flight is not None:
             ahead = None
@@ -48,6 +51,12 @@ def decode(
                     # A plain round is never rejected: the next one needs its token on the device only.
                     ahead = session.dispatch(PLAIN, anchor=flight.picks)
             done = session.settle(flight)
+            now = time.perf_counter()
+            if settled is not None:  # the first token is the prefill's
+                # A round that took in what many plain ones left says nothing about the next.
+                seconds = now - settled if flight.backlog <= USUAL_BACKLOG else None
+                block_size.observe(session.fed, done.width, done.accepted, seconds)
+            settled = now
             tokens, ended = _cut(done.tokens, limit - emitted, end_tokens)
             flight = ahead
             left = limit - emitted - len(tokens)
@@ -81,10 +90,10 @@ def _cut(tokens: list[int], left: int, end_tokens: Collection[int]) -> tuple[lis
     return tokens, False
 
 
-def _widths(session: Session, block_size: FixedBlockSize, remaining: int, room: int | None) -> Widths:
+def _widths(session: Session, block_size: BlockSize, remaining: int, room: int | None) -> Widths:
     """The next round's widths: plain without a draft, and no block across the border of `room`."""
     if session.drafter is None:
         return PLAIN
     space = None if room is None or session.fed >= room else room - session.fed - 1
-    widths = block_size.next(remaining, space)
+    widths = block_size.next(session.fed, remaining, space)
     return PLAIN if widths.verify == 1 else widths

@@ -25,6 +25,8 @@ from .drafter import Drafter, DraftRequest, Proposal
 from .sampling import Noise, TokenPicker
 from .stats import GenerationStats
 
+BACKLOG = 256  # tokens whose taps wait at most; more would only hold memory
+
 
 @dataclass
 class Flight:
@@ -34,7 +36,8 @@ class Flight:
     packed: mx.array  # of a block [2 + width] int32: accepted, draft finite, picks; of a plain round the pick
     picks: mx.array  # [width]
     logprobs: mx.array  # [width, V]
-    context: mx.array | None  # [1, width, ...] context rows of the block, for the draft
+    taps: mx.array | None  # [1, width, taps * Ht] what the draft wants of the block's rows
+    backlog: int = 0  # tokens whose taps the draft had to take in first
 
 
 @dataclass
@@ -109,8 +112,9 @@ class Session:
         self.vocab = 0  # width of the logits, known after the first round
         self.tokens: list[int] = []  # fed in this call or emitted, anchor last
         self.anchor = mx.array([], mx.int32)
-        # Context rows behind those in the draft's cache, in order, and how many of each count. Cut where they are
-        # used: a lazy slice belongs to the thread that made it, and a generator may be finished in another.
+        # Taps behind the rows in the draft's cache, in order, and how many of each count. Cut and projected where they
+        # are used: a plain round costs no projection, and a lazy slice belongs to the thread that made it, while a
+        # generator may be finished in another.
         self.pending: list[tuple[mx.array, int]] = []
         self.changing = False  # a forward or a rewind has begun and may have reached only some of the caches
         if profile:
@@ -123,13 +127,15 @@ class Session:
         start = time.perf_counter()
         anchor = self.anchor if anchor is None else anchor
         with mx.stream(self.stream):
-            block, proposal = anchor, None
+            block, proposal, backlog = anchor, None, 0
             if widths.verify > 1:
+                backlog = sum(count for _, count in self.pending)
                 proposal = self._draft(anchor, widths.draft)
                 block = mx.concatenate([anchor, self._valid(proposal)[: widths.verify - 1]])
                 start = self._launch("draft_seconds", start, block)
             flight = self._verify(block, proposal, ahead=anchor is not self.anchor)
-            self._launch("verify_seconds", start, flight.packed, *([] if flight.context is None else [flight.context]))
+            flight.backlog = backlog
+            self._launch("verify_seconds", start, flight.packed, *([] if flight.taps is None else [flight.taps]))
         return flight
 
     def settle(self, flight: Flight) -> Round:
@@ -144,8 +150,9 @@ class Session:
                 # Rows of their own, or a caller that keeps one keeps the whole block of log-probabilities.
                 logprobs = mx.take(logprobs, mx.arange(len(tokens)), axis=0)
                 mx.async_eval(logprobs)
-        if flight.context is not None:
-            self.pending.append((flight.context, len(tokens)))
+        if flight.taps is not None:
+            self.pending.append((flight.taps, len(tokens)))
+            self._flush_backlog()
         self.tokens += tokens
         self.anchor = mx.array(tokens[-1:], mx.int32)
         if not finite:
@@ -193,8 +200,7 @@ class Session:
                 accepted, picks = self._reject(block[1:], proposal, logits[0], noise, first)
             finite = mx.array(True) if proposal.finite is None else proposal.finite
             packed = mx.concatenate([x.reshape(-1).astype(mx.int32) for x in (accepted, finite, picks)])
-        context = self.drafter.context(taps) if self.drafter and taps is not None else None
-        return Flight(width, packed, picks, logprobs, context)
+        return Flight(width, packed, picks, logprobs, taps if self.drafter else None)
 
     def _reject(
         self, proposed: mx.array, proposal: Proposal, logits: mx.array, noise: Noise, first: int
@@ -278,8 +284,8 @@ class Session:
 
     def _finish(self, length: int, flight: Flight | None) -> None:
         with mx.stream(self.stream):
-            if flight is not None and flight.context is not None:
-                self.pending.append((flight.context, flight.width))
+            if flight is not None and flight.taps is not None:
+                self.pending.append((flight.taps, flight.width))
             if self.fed < length:
                 self.rewinder.mark(self.fed, 1, plain=self.drafter is None)
                 self.changing = True
@@ -287,8 +293,8 @@ class Session:
                 self.fed += 1
                 self.changing = False
                 self.quantize(self.target_cache)
-                if self.drafter and taps is not None:
-                    self.pending.append((self.drafter.context(taps), 1))
+                if taps is not None:
+                    self.pending.append((taps, 1))
             self._rewind_to(length)
             if self.drafter and self.draft_cache:
                 missing = length - self.draft_cache[0].offset
@@ -305,5 +311,18 @@ class Session:
         self.changing = False
 
     def _take_pending(self) -> mx.array | None:
-        pending, self.pending = [rows[:, :count] for rows, count in self.pending], []
-        return mx.concatenate(pending, axis=1) if len(pending) > 1 else (pending[0] if pending else None)
+        """Context rows `[1, S, ...]` of all pending taps, projected together."""
+        if not self.pending or self.drafter is None:
+            return None
+        pending, self.pending = [taps[:, :count] for taps, count in self.pending], []
+        return self.drafter.context(mx.concatenate(pending, axis=1) if len(pending) > 1 else pending[0])
+
+    def _flush_backlog(self) -> None:
+        """While many plain rounds follow each other, give the draft its rows now and then, in one go."""
+        if sum(count for _, count in self.pending) < BACKLOG or self.drafter is None:
+            return
+        with mx.stream(self.stream):
+            context = self._take_pending()
+            assert context is not None
+            self.drafter.extend(context, self.draft_cache)
+            mx.async_eval([cache.state for cache in self.draft_cache])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ class GenerationStats:
         bonus: tokens that rounds emitted beyond the draft's, the target's own.
         draft_used: whether any round had a draft.
         draft_off_reason: why the draft was not used, or not to the end.
+        block_size: the pinned block, or with `auto` the widest that was allowed; `block_sizes` has what was chosen.
         draft_seconds, verify_seconds, host_seconds: device time of both models and time to build their graphs;
             only measured when profiling, since telling them apart needs a second sync a round.
     """
@@ -31,6 +33,7 @@ class GenerationStats:
     draft_used: bool = False
     draft_off_reason: str | None = None
     block_size: int = 1
+    auto: bool = False
     prefill_seconds: float = 0.0
     generation_seconds: float = 0.0
     draft_seconds: float | None = None
@@ -77,7 +80,8 @@ class GenerationStats:
         """One line for the terminal."""
         if self.draft_used:
             slots = " ".join(f"{share:.2f}" for share in self.acceptance_by_position)
-            head = f"block {self.block_size}, {self.rounds} rounds, tau {self.tau:.2f}, acceptance by position {slots}"
+            rounds = "" if self.auto else f" {self.rounds} rounds,"
+            head = f"block {self._chosen()},{rounds} tau {self.tau:.2f}, acceptance by position {slots}"
             if self.draft_off_reason:
                 head += f" (draft off later: {self.draft_off_reason})"
         else:
@@ -87,6 +91,13 @@ class GenerationStats:
             f"generated {self.generation_tokens} tokens, {self.generation_tps:.1f} tokens/s; "
             f"peak memory {self.peak_memory:.2f} GB"
         )
+
+    def _chosen(self) -> str:
+        """The block as a reader wants it: pinned, or which widths were chosen how often."""
+        if not self.auto:
+            return str(self.block_size)
+        often = Counter(self.block_sizes).most_common(3)
+        return "auto (" + ", ".join(f"{width} in {n}" for width, n in often) + f" of {self.rounds} rounds)"
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain JSON values."""
