@@ -29,7 +29,7 @@ def widest_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         def add(self, context: int, width: int, seconds: float) -> None:
             pass
 
-    monkeypatch.setattr(generation, "round_costs", lambda pair: Free({0: {1: 1e9, 2: 1e9, 4: 1e9}}))
+    monkeypatch.setattr(generation, "round_costs", lambda pair: Free({0: dict.fromkeys(range(1, 65), 1e9)}))
     monkeypatch.setattr(generation, "keep_costs", lambda pair: None)
 
 

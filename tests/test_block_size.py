@@ -155,7 +155,9 @@ def test_a_folder_that_can_not_be_written_is_said_and_costs_nothing(tmp_path, mo
 
 @pytest.mark.real_costs
 @pytest.mark.parametrize("right", [0, 3, 7])
-def test_whatever_is_chosen_the_tokens_are_plain_decoding_s(right):
+def test_whatever_is_chosen_the_tokens_are_plain_decoding_s(right, tmp_path, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_table, "_known", {})
     model, prompt = make_target(), [3, 1, 4, 1, 5]
     truth = plain_tokens(model, prompt, 120)
     draft = ScriptedDrafter([*prompt, *truth], lambda i: right if i % 5 else 0)
@@ -166,14 +168,19 @@ def test_whatever_is_chosen_the_tokens_are_plain_decoding_s(right):
     assert {1, 2, 4} <= set(stats.block_sizes), "widths are measured before one is chosen"
 
 
-def dear(factor):
-    """Costs under which a block of any width is as dear as `factor` plain steps a row."""
-    return RoundCosts({0: {1: 1.0, **{w: factor * w for w in (2, 4, 8, 16)}}})
+class Dear(RoundCosts):
+    """Every row of a block costs 1.2 plain steps, whatever is measured."""
+
+    def __init__(self):
+        super().__init__({0: {1: 1.0, **{width: 1.2 * width for width in (2, 4, 8, 16)}}})
+
+    def add(self, context, width, seconds):
+        pass
 
 
 def test_a_run_without_the_draft_says_why(demo_pair, monkeypatch):
     model, draft, tokenizer = demo_pair
-    monkeypatch.setattr(generation, "round_costs", lambda pair: dear(1.2))
+    monkeypatch.setattr(generation, "round_costs", lambda pair: Dear())
     monkeypatch.setattr(generation, "keep_costs", lambda pair: None)
     *_, last = stream_generate(model, tokenizer, "def f(", 20, draft)
     assert not last.stats.draft_used

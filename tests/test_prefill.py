@@ -27,6 +27,11 @@ def session_after_prefill(model, draft, prompt, step):
     return session
 
 
+def first_logits(draft, session, block):
+    context = draft.context_feature(session.pending[0][0])
+    return draft.logits(block, context, session.draft_cache, embed=session.target.embed, head=session.target.head)
+
+
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 50, 160])
 def test_draft_context_is_the_whole_prompt_and_does_not_depend_on_the_chunk(length):
     model, draft = make_target(), make_draft()
@@ -40,7 +45,9 @@ def test_draft_context_is_the_whole_prompt_and_does_not_depend_on_the_chunk(leng
             assert mx.array_equal(a.keys[..., : a.rows, :], b.keys[..., : b.rows, :])
     block = mx.array([[9] + [255] * 7])
     logits = [
-        draft.logits(block, s.pending[0][0], s.draft_cache, embed=s.target.embed, head=s.target.head)
+        draft.logits(
+            block, draft.context_feature(s.pending[0][0]), s.draft_cache, embed=s.target.embed, head=s.target.head
+        )
         for s in (chunked, whole)
     ]
     assert mx.array_equal(*logits)

@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -127,7 +128,7 @@ def describe_pair(target: Any, draft: Any, way: Sequence[str]) -> str:
 def machine() -> str:
     """What a figure depends on besides the models: device, MLX, and on Linux a preloaded BLAS."""
     device = mx.device_info() if mx.metal.is_available() else {}
-    parts = [str(device.get("device_name") or f"{platform.machine()} cpu"), f"mlx {mx.__version__}"]
+    parts = [str(device.get("device_name") or f"{platform.machine()} cpu"), f"mlx {version('mlx')}"]
     if preloaded := os.environ.get("LD_PRELOAD"):
         parts.append(Path(preloaded).name)
     return ", ".join(parts)

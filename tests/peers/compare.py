@@ -191,7 +191,14 @@ def compare(args: argparse.Namespace, pythons: dict[str, Path], target: Path, dr
         worker.close()
     alone = {width: statistics.median(seconds) for width, seconds in forwards.items()}
     rows = [row(runs, worker.name, block, alone, args.tokens) for worker, block in jobs if has(runs, worker, block)]
-    return {"prompts": len(prompts), "rows": rows, "refused": refused, "versions": versions, "forward_seconds": alone, "runs": runs}
+    return {
+        "prompts": len(prompts),
+        "rows": rows,
+        "refused": refused,
+        "versions": versions,
+        "forward_seconds": alone,
+        "runs": runs,
+    }
 
 
 def token_ids(target: Path, args: argparse.Namespace) -> list[list[int]]:
