@@ -23,6 +23,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .decode.block_size import FixedBlockSize
 from .decode.drafter import Drafter, as_drafter
 from .decode.filters import Filters
+from .decode.lookup import PromptLookup
 from .decode.loop import Token, decode
 from .decode.round import Session, align, cached_tokens
 from .decode.sampling import LogitsProcessor, Sampler, TokenPicker
@@ -58,7 +59,8 @@ def generate_step(
     Args:
         prompt: `[n]` token ids, at least one.
         model: any mlx-lm model whose caches can be rewound, or any at all without a draft.
-        draft_model: a draft of `load_draft`, an object with the `Drafter` protocol, or None to decode plainly.
+        draft_model: a draft of `load_draft`, an object with the `Drafter` protocol, "lookup" (see `PromptLookup`), or
+            None to decode plainly.
         options: see `_tokens`.
 
     Yields:
@@ -102,6 +104,7 @@ def _tokens(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     input_embeddings: None = None,
     num_draft_tokens: int | None = None,
+    lookup: bool = False,
     stream: Any = generation_stream,
     profile: bool = False,
 ) -> Generator[Token, None, None]:
@@ -114,6 +117,7 @@ def _tokens(
         acceptance: "match" (the text does not depend on the draft) or "rejection" (see `decode/acceptance.py`).
         block_size: slots of a block, anchor included; None takes the draft's own, 1 decodes plainly.
         num_draft_tokens: mlx-lm's name for block_size - 1.
+        lookup: propose by prompt lookup where the text repeats itself, `draft_model` elsewhere.
         prompt_cache: the target's cache entries, then (optionally) the draft's; updated in place and left at
             exactly prompt + emitted tokens. The other arguments are mlx-lm's.
         profile: measure host, draft and verify apart (costs a second sync a round).
@@ -134,6 +138,8 @@ def _tokens(
     target = Target(model)
     target.check_ids(prompt)
     drafter = None if draft_model is None else as_drafter(draft_model)
+    if lookup and not isinstance(drafter, PromptLookup):
+        drafter = PromptLookup(drafter)
     if num_draft_tokens is not None and block_size is None and drafter is not None:
         block_size = min(num_draft_tokens + 1, drafter.block_size)
     width = _block_size(drafter, block_size, stats)
@@ -145,8 +151,9 @@ def _tokens(
     if drafter is not None:
         target.require_rewindable(target_cache)
         target.check_taps(drafter.target_layer_ids)
-        if isinstance(draft_model, DFlashDraftModel):
-            check_fit(draft_model.config, TargetFacts.from_model(target), "draft_model")
+        draft = getattr(drafter.draft if isinstance(drafter, PromptLookup) else drafter, "draft", None)
+        if isinstance(draft, DFlashDraftModel):
+            check_fit(draft.config, TargetFacts.from_model(target), "draft_model")
 
     def quantize(caches: list[Any]) -> None:
         maybe_quantize_kv_cache(caches, quantized_kv_start, kv_group_size, kv_bits)

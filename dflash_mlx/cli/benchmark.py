@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if wrong := [size for size in sizes if not 2 <= size <= plan.block_size]:
         raise DFlashError(f"--block-sizes {wrong[0]}: this draft's blocks have 2 to {plan.block_size} tokens")
     if args.dtype:
-        for part in (model, draft):
+        for part in (model, *([draft] if plan.draft_folder else [])):
             part.set_dtype(getattr(mx, args.dtype))
     prompts = [_repeated(encode(tokenizer, text), args.context) for text in texts]
     with progress_bar("runs") as progress:

@@ -87,4 +87,6 @@ def _widths(session: Session, block_size: FixedBlockSize, remaining: int, room: 
         return PLAIN
     space = None if room is None or session.fed >= room else room - session.fed - 1
     widths = block_size.next(remaining, space)
+    if (offered := session.offered()) is not None:
+        widths = Widths(*[min(widths.verify, offered + 1)] * 2)
     return PLAIN if widths.verify == 1 else widths

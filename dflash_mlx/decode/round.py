@@ -35,6 +35,7 @@ class Flight:
     picks: mx.array  # [width]
     logprobs: mx.array  # [width, V]
     context: mx.array | None  # [1, width, ...] context rows of the block, for the draft
+    lookup: bool = False  # whether its proposals were copied from the text
 
 
 @dataclass
@@ -105,6 +106,7 @@ class Session:
         self.stream, self.quantize, self.profile = stream, quantize, profile
         self.taps: Sequence[int] = drafter.target_layer_ids if drafter else ()
         self.fed = cached_tokens(target_cache) if held is None else held
+        self.start = self.fed  # absolute position of tokens[0]
         self.rewinder = target.rewinder(target_cache)
         self.vocab = 0  # width of the logits, known after the first round
         self.tokens: list[int] = []  # fed in this call or emitted, anchor last
@@ -146,6 +148,7 @@ class Session:
                 mx.async_eval(logprobs)
         if flight.context is not None:
             self.pending.append((flight.context, len(tokens)))
+        self.stats.lookup_rounds += flight.lookup
         self.tokens += tokens
         self.anchor = mx.array(tokens[-1:], mx.int32)
         if not finite:
@@ -153,12 +156,20 @@ class Session:
             self.switch_off(f"it computed NaN or infinite values in {dtype}")
         return Round(flight.width, accepted, tokens, logprobs)
 
+    def offered(self, length: int | None = None) -> int | None:
+        """Tell a lookup the tokens (the first `length`, absolute): how many it proposes next, see `Drafter`."""
+        offer = getattr(self.drafter, "offer", None)
+        if offer is None:
+            return None
+        tokens = self.tokens if length is None else self.tokens[: length - self.start]
+        return offer(tokens, self.start, self.draft_cache)
+
     def _draft(self, anchor: mx.array, width: int) -> Proposal:
         assert self.drafter is not None
         # By match the draft picks with the target's own noise, by rejection it must not know it.
         purpose = "draft" if self.picker.rejection else "pick"
         noise = self.picker.noise(self.fed + 1, width - 1, self.vocab, purpose)
-        context = self._take_pending()
+        context = None if self.offered() else self._take_pending()
         return self.drafter.propose(
             DraftRequest(anchor, width, self.tokens, context, self.draft_cache, self.target, self.picker, noise)
         )
@@ -194,7 +205,7 @@ class Session:
             finite = mx.array(True) if proposal.finite is None else proposal.finite
             packed = mx.concatenate([x.reshape(-1).astype(mx.int32) for x in (accepted, finite, picks)])
         context = self.drafter.context(taps) if self.drafter and taps is not None else None
-        return Flight(width, packed, picks, logprobs, context)
+        return Flight(width, packed, picks, logprobs, context, proposal is not None and proposal.lookup)
 
     def _reject(
         self, proposed: mx.array, proposal: Proposal, logits: mx.array, noise: Noise, first: int
@@ -293,6 +304,7 @@ class Session:
             if self.drafter and self.draft_cache:
                 missing = length - self.draft_cache[0].offset
                 context = self._take_pending()
+                self.offered(length)
                 if missing > 0 and context is not None:
                     self.drafter.extend(context[:, :missing], self.draft_cache)
                 align(self.draft_cache, length)

@@ -18,6 +18,7 @@ class GenerationStats:
         block_sizes: rows verified, round by round; 1 is a plain step.
         bonus: tokens that rounds emitted beyond the draft's, the target's own.
         draft_used: whether any round had a draft.
+        lookup_rounds: rounds whose proposals were copied from the text.
         draft_off_reason: why the draft was not used, or not to the end.
         draft_seconds, verify_seconds, host_seconds: device time of both models and time to build their graphs;
             only measured when profiling, since telling them apart needs a second sync a round.
@@ -29,6 +30,7 @@ class GenerationStats:
     block_sizes: list[int] = field(default_factory=list)
     bonus: int = 0
     draft_used: bool = False
+    lookup_rounds: int = 0
     draft_off_reason: str | None = None
     block_size: int = 1
     prefill_seconds: float = 0.0
@@ -77,11 +79,13 @@ class GenerationStats:
         """One line for the terminal."""
         if self.draft_used:
             slots = " ".join(f"{share:.2f}" for share in self.acceptance_by_position)
-            head = f"block {self.block_size}, {self.rounds} rounds, tau {self.tau:.2f}, acceptance by position {slots}"
+            found = f" ({self.lookup_rounds} by lookup)" if self.lookup_rounds else ""
+            head = f"block {self.block_size}, {self.rounds} rounds{found}, tau {self.tau:.2f}"
+            head += f", acceptance by position {slots}"
             if self.draft_off_reason:
                 head += f" (draft off later: {self.draft_off_reason})"
         else:
-            head = f"no draft used: {self.draft_off_reason or 'the text ended before the first block'}"
+            head = f"no draft used: {self.draft_off_reason or 'the text ended before anything was proposed'}"
         return (
             f"{head}; prompt {self.prompt_tokens} tokens, {self.prompt_tps:.1f} tokens/s; "
             f"generated {self.generation_tokens} tokens, {self.generation_tps:.1f} tokens/s; "
