@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .convert import convert_draft, inspect_draft
-    from .decode import Drafter, DraftRequest, GenerationStats, Proposal
+    from .decode import Drafter, DraftRequest, GenerationStats, PromptLookup, Proposal
     from .errors import DFlashError, DraftError, TargetError
     from .generation import GenerationResponse, generate, generate_step, stream_generate
     from .loading import load, load_draft
@@ -24,6 +24,7 @@ _HOME = {
     "Drafter": "decode",
     "DraftRequest": "decode",
     "GenerationStats": "decode",
+    "PromptLookup": "decode",
     "Proposal": "decode",
     "DFlashError": "errors",
     "DraftError": "errors",
@@ -47,6 +48,7 @@ __all__ = [
     "GenerationResponse",
     "GenerationStats",
     "PromptCache",
+    "PromptLookup",
     "Proposal",
     "TargetError",
     "convert_draft",

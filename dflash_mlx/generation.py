@@ -24,6 +24,7 @@ from .decode.block_size import AutoBlockSize, BlockSize, FixedBlockSize
 from .decode.costs import describe_pair, keep_costs, round_costs
 from .decode.drafter import Drafter, as_drafter
 from .decode.filters import Filters
+from .decode.lookup import PromptLookup
 from .decode.loop import Token, decode
 from .decode.round import Session, align, cached_tokens
 from .decode.sampling import LogitsProcessor, Sampler, TokenPicker
@@ -59,7 +60,8 @@ def generate_step(
     Args:
         prompt: `[n]` token ids, at least one.
         model: any mlx-lm model whose caches can be rewound, or any at all without a draft.
-        draft_model: a draft of `load_draft`, an object with the `Drafter` protocol, or None to decode plainly.
+        draft_model: a draft of `load_draft`, an object with the `Drafter` protocol, "lookup" (see `PromptLookup`), or
+            None to decode plainly.
         options: see `_tokens`.
 
     Yields:
@@ -103,6 +105,7 @@ def _tokens(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     input_embeddings: None = None,
     num_draft_tokens: int | None = None,
+    lookup: bool = False,
     stream: Any = generation_stream,
     profile: bool = False,
 ) -> Generator[Token, None, None]:
@@ -116,6 +119,7 @@ def _tokens(
         block_size: slots of a block, anchor included; None chooses it round by round from measured costs and
             acceptance (plain decoding is one of the choices), 1 decodes plainly.
         num_draft_tokens: mlx-lm's name for block_size - 1.
+        lookup: propose by prompt lookup where the text repeats itself, `draft_model` elsewhere.
         prompt_cache: the target's cache entries, then (optionally) the draft's; updated in place and left at
             exactly prompt + emitted tokens. The other arguments are mlx-lm's.
         profile: measure host, draft and verify apart (costs a second sync a round).
@@ -136,6 +140,8 @@ def _tokens(
     target = Target(model)
     target.check_ids(prompt)
     drafter = None if draft_model is None else as_drafter(draft_model)
+    if lookup and not isinstance(drafter, PromptLookup):
+        drafter = PromptLookup(drafter)
     if num_draft_tokens is not None and block_size is None and drafter is not None:
         block_size = min(num_draft_tokens + 1, drafter.block_size)
     width = _block_size(drafter, block_size, stats)
@@ -147,8 +153,9 @@ def _tokens(
     if drafter is not None:
         target.require_rewindable(target_cache)
         target.check_taps(drafter.target_layer_ids)
-        if isinstance(draft_model, DFlashDraftModel):
-            check_fit(draft_model.config, TargetFacts.from_model(target), "draft_model")
+        draft = getattr(drafter.draft if isinstance(drafter, PromptLookup) else drafter, "draft", None)
+        if isinstance(draft, DFlashDraftModel):
+            check_fit(draft.config, TargetFacts.from_model(target), "draft_model")
 
     def quantize(caches: list[Any]) -> None:
         maybe_quantize_kv_cache(caches, quantized_kv_start, kv_group_size, kv_bits)
@@ -174,8 +181,8 @@ def _tokens(
     pair = ""
     if stats.auto:
         way = ["greedy" if temp == 0 else acceptance, *(["processors"] if logits_processors else [])]
-        pair = describe_pair(model, draft_model, [*way, f"kv {kv_bits}"] if kv_bits else way)
-        chooser = AutoBlockSize(width, round_costs(pair))
+        pair = describe_pair(model, drafter, [*way, f"kv {kv_bits}"] if kv_bits else way)
+        chooser = AutoBlockSize(width, round_costs(pair), round_costs(f"{pair}, lookup"))
     try:
         with closing(decode(session, chooser, max_tokens, end_tokens, room)) as tokens:
             for i, token in enumerate(tokens):
@@ -185,6 +192,8 @@ def _tokens(
     finally:
         if isinstance(chooser, AutoBlockSize):
             keep_costs(pair)
+            if isinstance(drafter, PromptLookup):
+                keep_costs(f"{pair}, lookup")
             if not stats.draft_used and not stats.draft_off_reason:
                 stats.draft_off_reason = chooser.reason
 

@@ -19,6 +19,8 @@ from mlx import nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import demo, hub, registry
+from .decode import lookup as prompt_lookup
+from .decode.lookup import PromptLookup
 from .draft import DFlashDraftModel, DraftConfig
 from .draft.fields import read_json
 from .draft.weights import check_draft_folder, folder_config, load_draft_folder
@@ -42,6 +44,7 @@ class Plan:
 
     Attributes:
         model: name of the target; draft: name of the draft, or None to decode plainly; block_size: the draft's.
+        lookup: whether proposals are copied from the text where it repeats itself.
         auto: whether a draft that turns out damaged is left out instead of ending the load.
         notes: lines for the user: what was chosen and why.
     """
@@ -51,12 +54,13 @@ class Plan:
     draft: str | None = None
     draft_folder: Path | None = None
     block_size: int | None = None
+    lookup: bool = False
     auto: bool = False
     notes: list[str] = field(default_factory=list)
 
     def load(
         self, *, attn_implementation: str = "sdpa", draft_dtype: mx.Dtype | None = None, **options: Any
-    ) -> tuple[nn.Module, DFlashDraftModel | None, TokenizerWrapper]:
+    ) -> tuple[nn.Module, DFlashDraftModel | PromptLookup | None, TokenizerWrapper]:
         """Load both models; `options` go to `mlx_lm.load` (tokenizer_config, adapter_path, lazy, ...)."""
         import mlx_lm
 
@@ -82,7 +86,11 @@ class Plan:
         tokenizer.eos_token_ids = tokenizer.eos_token_ids | ends
         if draft is not None:
             _check_on(model, draft.config, str(self.draft))
-        return model, draft, tokenizer
+        return model, PromptLookup(draft) if self.lookup else draft, tokenizer
+
+    def lookup_alone(self) -> None:
+        """The lookup is the only drafter."""
+        self.draft, self.block_size = prompt_lookup.NAME, prompt_lookup.BLOCK_SIZE
 
     def _load_draft(self, dtype: mx.Dtype | None, attn_implementation: str) -> DFlashDraftModel | None:
         if self.draft_folder is None:
@@ -93,24 +101,32 @@ class Plan:
             if not self.auto:
                 raise
             self.draft = self.draft_folder = self.block_size = None
+            if self.lookup:
+                self.lookup_alone()
             self.notes.append(f"no draft: {error}; decoding plainly")
             warnings.warn(self.notes[-1], RuntimeWarning, stacklevel=2)
             return None
 
 
 def plan(
-    model: str, draft_model: str | None = AUTO, *, revision: str | None = None, draft_revision: str | None = None
+    model: str,
+    draft_model: str | None = AUTO,
+    *,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    lookup: bool = False,
 ) -> Plan:
     """Settle what to load without loading it.
 
     Args:
         model: "demo", a repo of the hub or a local folder.
-        draft_model: "auto", None or "none", a repo or a local folder.
+        draft_model: "auto", None or "none", "lookup", a repo or a local folder.
+        lookup: look up beside the draft, or alone where there is none.
 
     Raises:
         DFlashError: the target can't be found, or an explicit draft can't be used with it.
     """
-    result = Plan(model, revision, auto=draft_model == AUTO)
+    result = Plan(model, revision, auto=draft_model == AUTO, lookup=lookup or draft_model == prompt_lookup.NAME)
     config_folder = (
         demo.TARGET
         if model == demo.NAME
@@ -118,12 +134,17 @@ def plan(
     )
     config = read_config(config_folder, model)
     refuse_draft_as_target(model, config)
-    if draft_model in (None, NONE):
+    if draft_model in (None, NONE, prompt_lookup.NAME):
         result.notes.append("no draft: none was asked for")
     elif draft_model == AUTO:
         _auto(result, draft_revision, config_folder, config)
     else:
         _take(result, str(draft_model), draft_revision, config_folder, config)
+    if result.lookup:
+        if result.draft is None:
+            check_family(model, config)
+            result.lookup_alone()
+        result.notes.append("prompt lookup: where the text repeats itself, proposals are copied from it")
     return result
 
 
@@ -134,20 +155,20 @@ def load(
     revision: str | None = None,
     draft_revision: str | None = None,
     **options: Any,
-) -> tuple[nn.Module, DFlashDraftModel | None, TokenizerWrapper]:
+) -> tuple[nn.Module, DFlashDraftModel | PromptLookup | None, TokenizerWrapper]:
     """Load a target, its draft and the tokenizer.
 
     Args:
         model: "demo" (the bundled pair), a repo of the hub or a local folder.
         draft_model: "auto" looks the pair up and decodes plainly, with a warning, where there is none; None
-            decodes plainly; a repo or a folder is used or raises.
+            decodes plainly; "lookup" proposes from the text itself; a repo or a folder is used or raises.
         revision, draft_revision: pin them; an "auto" draft comes with the revision of the pair list, or with that of
             `draft_revision`, by which an older generation of an overwritten repo is had.
         options: `attn_implementation` ("sdpa", "eager"), `draft_dtype`, and those of `mlx_lm.load`.
 
     Returns:
-        (model, draft or None, tokenizer). The tokenizer's `eos_token_ids` hold the end tokens of tokenizer,
-        config and generation config.
+        (model, draft or `PromptLookup` or None, tokenizer). The tokenizer's `eos_token_ids` hold the end tokens of
+        tokenizer, config and generation config.
 
     Raises:
         DFlashError: see `plan`; a folder or file is missing, damaged or of another kind.

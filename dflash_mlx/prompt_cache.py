@@ -16,6 +16,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import save_prompt_cache as save_prompt_cache
 
 from .decode.drafter import as_drafter
+from .decode.lookup import TokenIndex
 from .decode.round import align, cached_tokens
 from .draft import DraftKVCache
 from .errors import DFlashError
@@ -117,6 +118,6 @@ def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
         else:
             arrays[place] = None
     states = cast(list[Any], tree_unflatten(list(arrays.items())))
-    known = {**vars(mlx_lm_cache), DraftKVCache.__name__: DraftKVCache}
+    known = {**vars(mlx_lm_cache), **{kind.__name__: kind for kind in (DraftKVCache, TokenIndex)}}
     caches = [known[name].from_state(state) for name, state in zip(classes, states, strict=True)]
     return (caches, metadata) if return_metadata else caches

@@ -195,7 +195,7 @@ def test_context_of_plain_rounds_reaches_the_draft(demo_pair, monkeypatch):
 
     def rows(widths):
         class Scripted(AutoBlockSize):
-            def _choose(self, context, limit):
+            def _choose(self, proposer, context, limit):
                 return min(limit, next(widths))
 
         monkeypatch.setattr(generation, "AutoBlockSize", Scripted)

@@ -86,12 +86,18 @@ def load_pair(args: argparse.Namespace) -> tuple[Plan, Any, Any, Any]:
     from ..errors import DFlashError
     from ..loading import plan as make_plan
 
-    plan = make_plan(args.model, args.draft_model, revision=args.revision, draft_revision=args.draft_revision)
+    plan = make_plan(
+        args.model,
+        args.draft_model,
+        revision=args.revision,
+        draft_revision=args.draft_revision,
+        lookup=getattr(args, "lookup", False),  # `benchmark` measures one drafter
+    )
     for note in plan.notes:
         print(note, file=sys.stderr)
     block = plan.block_size
     if args.block_size and args.block_size > (block or 1):
-        limit = f"this draft's blocks have 1 to {block} tokens" if block else "there is no draft"
+        limit = f"blocks of {plan.draft} have 1 to {block} tokens" if block else "there is no draft"
         raise DFlashError(f"--block-size {args.block_size} is out of range: {limit}")
     with status(f"loading {args.model}"):
         return plan, *plan.load(

@@ -96,7 +96,9 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument("--model", required=True, help='target: a repo, a folder in mlx-lm\'s format, or "demo"')
     group.add_argument(
-        "--draft-model", default="auto", help='draft: "auto" (default) looks the pair up, "none", a repo or a folder'
+        "--draft-model",
+        default="auto",
+        help='draft: "auto" (default) looks the pair up, "none", "lookup" (copies from the text), a repo or a folder',
     )
     group.add_argument("--revision", help="revision of the target repo")
     group.add_argument("--draft-revision", help="revision of the draft repo, with auto too")
@@ -134,6 +136,9 @@ def add_generation_arguments(parser: argparse.ArgumentParser, max_tokens: int = 
     )
     group.add_argument(
         "--block-size", type=at_least(1), help="tokens of a block; default: the draft's own, 1 decodes plainly"
+    )
+    group.add_argument(
+        "--lookup", action="store_true", help="propose from the text itself where it repeats, the draft elsewhere"
     )
     group.add_argument("--prefill-step-size", type=at_least(1), default=2048, help="default: %(default)s")
     group.add_argument("--max-kv-size", type=at_least(8), help="keep so many tokens in the target's cache, 4 for ever")

@@ -35,21 +35,25 @@ class Widths:
 class BlockSize(Protocol):
     """Chooses the width of each round and is told how it went."""
 
-    def next(self, context: int, remaining: int, room: int | None = None) -> Widths:
+    def next(self, context: int, remaining: int, room: int | None = None, offered: int | None = None) -> Widths:
         """Widths of the next round.
 
         Args:
             context: tokens in the target's cache.
             remaining: tokens still wanted, at least 1. No more rows are verified, so a round emits no more.
             room: rows that the target's cache can take back, None where that has no limit.
+            offered: tokens that a lookup will propose, None where the draft is asked.
         """
 
-    def observe(self, context: int, width: int, accepted: int, seconds: float | None) -> None:
-        """A finished round: its width, the draft tokens kept, and its time where that could be measured."""
+    def observe(self, context: int, width: int, accepted: int, seconds: float | None, lookup: bool = False) -> None:
+        """A finished round: its width, the draft tokens kept, its time where that could be measured, and by whom."""
 
 
-def _limited(size: int, remaining: int, room: int | None) -> Widths:
+def _limited(size: int, remaining: int, room: int | None, offered: int | None) -> Widths:
     verify = min(size, remaining if room is None else min(remaining, max(room, 1)))
+    if offered is not None:
+        verify = min(verify, offered + 1)
+        return Widths(draft=verify, verify=verify)
     # One slot more than is verified near the end: the draft then sees the block it would have seen if the
     # text went on, as in the reference.
     return Widths(draft=min(size, remaining + 1), verify=verify)
@@ -61,10 +65,10 @@ class FixedBlockSize:
 
     size: int
 
-    def next(self, context: int, remaining: int, room: int | None = None) -> Widths:
-        return _limited(self.size, remaining, room)
+    def next(self, context: int, remaining: int, room: int | None = None, offered: int | None = None) -> Widths:
+        return _limited(self.size, remaining, room, offered)
 
-    def observe(self, context: int, width: int, accepted: int, seconds: float | None) -> None:
+    def observe(self, context: int, width: int, accepted: int, seconds: float | None, lookup: bool = False) -> None:
         pass
 
 
@@ -98,6 +102,14 @@ class Acceptance:
         return tokens
 
 
+class Proposer:
+    """What one request knows of one source of proposals: what its rounds cost, and how they went so far."""
+
+    def __init__(self, slots: int, costs: RoundCosts):
+        self.costs, self.acceptance = costs, Acceptance(slots)
+        self.lost = 0.0  # seconds, below 0 a credit
+
+
 class AutoBlockSize:
     """The width with the most tokens for its time, plain decoding among them; nothing is carried to a next request.
 
@@ -107,51 +119,58 @@ class AutoBlockSize:
     Args:
         widest: the draft's own block.
         costs: of this pair on this machine; shared by all requests and learned from each.
+        lookup_costs: of rounds whose proposals a lookup copies, where there is one.
     """
 
-    def __init__(self, widest: int, costs: RoundCosts):
-        self.widest, self.costs = widest, costs
-        self.acceptance = Acceptance(widest - 1)
-        self.lost = 0.0  # seconds
-        self.elapsed = 0.0
+    def __init__(self, widest: int, costs: RoundCosts, lookup_costs: RoundCosts | None = None):
+        self.widest = widest
+        self.draft = Proposer(widest - 1, costs)
+        self.lookup = Proposer(widest - 1, lookup_costs or RoundCosts())
+        self.elapsed = 0.0  # seconds
         self.plain = 0  # rounds
         self.reason = ""  # why the last choice was plain
 
-    def next(self, context: int, remaining: int, room: int | None = None) -> Widths:
-        limit = min(self.widest, remaining if room is None else min(remaining, max(room, 1)))
-        return _limited(self._choose(context, limit), remaining, room)
+    def next(self, context: int, remaining: int, room: int | None = None, offered: int | None = None) -> Widths:
+        limit = _limited(self.widest, remaining, room, offered).verify
+        proposer = self.draft if offered is None else self.lookup
+        width = 1 if offered == 0 else self._choose(proposer, context, limit)
+        return _limited(width, remaining, room, offered)
 
-    def _choose(self, context: int, limit: int) -> int:
-        costs = self.costs.at(context)
+    def _choose(self, proposer: Proposer, context: int, limit: int) -> int:
+        costs = proposer.costs.at(context)
         for width in FIRST_WIDTHS:
             if width <= limit and costs.count(width) < TRIALS:
                 return width
         if limit == 1:
             return 1
-        expected = self.acceptance.expected()
+        expected = proposer.acceptance.expected()
         step = costs.estimate(1)
         best = max(range(2, limit + 1), key=lambda width: expected[width - 1] / costs.estimate(width))
         tokens, price = expected[best - 1], costs.estimate(best) / step
         if tokens <= price and self.plain % MEASURE_AGAIN < MEASURE_AGAIN - 1:
             self.reason = f"a block of {best} costs {price:.2f} plain steps and gives {tokens:.2f} tokens here"
             return 1
-        if self.lost + costs.estimate(best) - step > ALLOWANCE * step + ALLOWANCE_SHARE * self.elapsed:
+        if proposer.lost + costs.estimate(best) - step > ALLOWANCE * step + ALLOWANCE_SHARE * self.elapsed:
             self.reason = f"blocks gave fewer tokens than plain steps in the same time ({price:.2f} steps a block)"
             return 1
         # A neighbour that was never measured may hide behind a line drawn over a step of the kernels.
         return next((w for w in (best + 1, best - 1) if 2 <= w <= limit and costs.count(w) < 2), best)
 
-    def observe(self, context: int, width: int, accepted: int, seconds: float | None) -> None:
+    def observe(self, context: int, width: int, accepted: int, seconds: float | None, lookup: bool = False) -> None:
         if width == 1:
             self.plain += 1
-            self.acceptance.forget(FORGET_PLAIN)
+            told = [self.draft, self.lookup]
+            for proposer in told:
+                proposer.acceptance.forget(FORGET_PLAIN)
         else:
-            self.acceptance.add(width, accepted)
+            told = [self.lookup if lookup else self.draft]
+            told[0].acceptance.add(width, accepted)
         if seconds is None:
             return
-        self.costs.add(context, width, seconds)
-        costs = self.costs.at(context).known()
+        for proposer in told:
+            proposer.costs.add(context, width, seconds)
+        costs = told[0].costs.at(context).known()
         usual = min(seconds, PAUSE * costs.get(width, seconds))
         self.elapsed += usual
         if width > 1 and 1 in costs:
-            self.lost = max(-CREDIT * costs[1], self.lost + usual - (accepted + 1) * costs[1])
+            told[0].lost = max(-CREDIT * costs[1], told[0].lost + usual - (accepted + 1) * costs[1])

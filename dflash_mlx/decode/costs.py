@@ -116,6 +116,8 @@ def describe_pair(target: Any, draft: Any, way: Sequence[str]) -> str:
     """What the cost of a round depends on besides the machine: size and form of both models, how tokens are picked."""
 
     def size(model: Any) -> str:
+        while not isinstance(model, nn.Module) and getattr(model, "draft", None) is not None:
+            model = model.draft  # a drafter around it
         if not isinstance(model, nn.Module):
             return type(model).__name__
         arrays = [array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))]

@@ -57,16 +57,23 @@ class Proposal:
         finite: whether they rest on finite numbers (scalar bool), None: surely.
         scores: `[width - 1, V]` whose softmax the tokens were drawn from, None if they were not drawn. Only the
             rejection rule looks at it.
+        lookup: whether they were copied from the text.
     """
 
     tokens: mx.array
     finite: mx.array | None = None
     scores: mx.array | None = None
+    lookup: bool = False
 
 
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes the tokens of a block.
+
+    One that proposes from the tokens alone has a further method, `offer(tokens, start, cache) -> int | None`. It is
+    asked before each round and told all tokens since absolute position `start`, the last of them perhaps not yet
+    known; the request of that round then has no context, which is kept for later. Returns how many tokens `propose`
+    will give (0: the round is plain), or None to be asked like any other.
 
     Attributes:
         block_size: widest useful block, anchor included.
@@ -133,7 +140,11 @@ def as_drafter(draft_model: Any) -> Drafter:
         return DFlashDrafter(draft_model)
     if isinstance(draft_model, Drafter):
         return draft_model
+    from .lookup import NAME, PromptLookup  # which may stand beside any drafter
+
+    if draft_model == NAME:
+        return PromptLookup()
     raise TypeError(
-        f"draft_model is a {type(draft_model).__name__}, expected a DFlash draft (dflash_mlx.load_draft) "
-        "or an object with the Drafter protocol"
+        f"draft_model is a {type(draft_model).__name__}, expected a DFlash draft (dflash_mlx.load_draft), "
+        f"an object with the Drafter protocol or {NAME!r}"
     )

@@ -55,7 +55,7 @@ def decode(
             if settled is not None:  # the first token is the prefill's
                 # A round that took in what many plain ones left says nothing about the next.
                 seconds = now - settled if flight.backlog <= USUAL_BACKLOG else None
-                block_size.observe(session.fed, done.width, done.accepted, seconds)
+                block_size.observe(session.fed, done.width, done.accepted, seconds, flight.lookup)
             settled = now
             tokens, ended = _cut(done.tokens, limit - emitted, end_tokens)
             flight = ahead
@@ -95,5 +95,6 @@ def _widths(session: Session, block_size: BlockSize, remaining: int, room: int |
     if session.drafter is None:
         return PLAIN
     space = None if room is None or session.fed >= room else room - session.fed - 1
-    widths = block_size.next(session.fed, remaining, space)
+    offered = session.offered()
+    widths = block_size.next(session.fed, remaining, space, offered)
     return PLAIN if widths.verify == 1 else widths

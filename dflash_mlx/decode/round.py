@@ -38,6 +38,7 @@ class Flight:
     logprobs: mx.array  # [width, V]
     taps: mx.array | None  # [1, width, taps * Ht] what the draft wants of the block's rows
     backlog: int = 0  # tokens whose taps the draft had to take in first
+    lookup: bool = False  # whether its proposals were copied from the text
 
 
 @dataclass
@@ -108,6 +109,7 @@ class Session:
         self.stream, self.quantize, self.profile = stream, quantize, profile
         self.taps: Sequence[int] = drafter.target_layer_ids if drafter else ()
         self.fed = cached_tokens(target_cache) if held is None else held
+        self.start = self.fed  # absolute position of tokens[0]
         self.rewinder = target.rewinder(target_cache)
         self.vocab = 0  # width of the logits, known after the first round
         self.tokens: list[int] = []  # fed in this call or emitted, anchor last
@@ -129,7 +131,7 @@ class Session:
         with mx.stream(self.stream):
             block, proposal, backlog = anchor, None, 0
             if widths.verify > 1:
-                backlog = sum(count for _, count in self.pending)
+                backlog = 0 if self.offered() else sum(count for _, count in self.pending)
                 proposal = self._draft(anchor, widths.draft)
                 block = mx.concatenate([anchor, self._valid(proposal)[: widths.verify - 1]])
                 start = self._launch("draft_seconds", start, block)
@@ -153,6 +155,7 @@ class Session:
         if flight.taps is not None:
             self.pending.append((flight.taps, len(tokens)))
             self._flush_backlog()
+        self.stats.lookup_rounds += flight.lookup
         self.tokens += tokens
         self.anchor = mx.array(tokens[-1:], mx.int32)
         if not finite:
@@ -160,12 +163,20 @@ class Session:
             self.switch_off(f"it computed NaN or infinite values in {dtype}")
         return Round(flight.width, accepted, tokens, logprobs)
 
+    def offered(self, length: int | None = None) -> int | None:
+        """Tell a lookup the tokens (the first `length`, absolute): how many it proposes next, see `Drafter`."""
+        offer = getattr(self.drafter, "offer", None)
+        if offer is None:
+            return None
+        tokens = self.tokens if length is None else self.tokens[: length - self.start]
+        return offer(tokens, self.start, self.draft_cache)
+
     def _draft(self, anchor: mx.array, width: int) -> Proposal:
         assert self.drafter is not None
         # By match the draft picks with the target's own noise, by rejection it must not know it.
         purpose = "draft" if self.picker.rejection else "pick"
         noise = self.picker.noise(self.fed + 1, width - 1, self.vocab, purpose)
-        context = self._take_pending()
+        context = None if self.offered() else self._take_pending()
         return self.drafter.propose(
             DraftRequest(anchor, width, self.tokens, context, self.draft_cache, self.target, self.picker, noise)
         )
@@ -200,7 +211,8 @@ class Session:
                 accepted, picks = self._reject(block[1:], proposal, logits[0], noise, first)
             finite = mx.array(True) if proposal.finite is None else proposal.finite
             packed = mx.concatenate([x.reshape(-1).astype(mx.int32) for x in (accepted, finite, picks)])
-        return Flight(width, packed, picks, logprobs, taps if self.drafter else None)
+        found = proposal is not None and proposal.lookup
+        return Flight(width, packed, picks, logprobs, taps if self.drafter else None, lookup=found)
 
     def _reject(
         self, proposed: mx.array, proposal: Proposal, logits: mx.array, noise: Noise, first: int
@@ -299,6 +311,7 @@ class Session:
             if self.drafter and self.draft_cache:
                 missing = length - self.draft_cache[0].offset
                 context = self._take_pending()
+                self.offered(length)
                 if missing > 0 and context is not None:
                     self.drafter.extend(context[:, :missing], self.draft_cache)
                 align(self.draft_cache, length)

@@ -19,6 +19,7 @@ class GenerationStats:
         block_sizes: rows verified, round by round; 1 is a plain step.
         bonus: tokens that rounds emitted beyond the draft's, the target's own.
         draft_used: whether any round had a draft.
+        lookup_rounds: rounds whose proposals were copied from the text.
         draft_off_reason: why the draft was not used, or not to the end.
         block_size: the pinned block, or with `auto` the widest that was allowed; `block_sizes` has what was chosen.
         draft_seconds, verify_seconds, host_seconds: device time of both models and time to build their graphs;
@@ -31,6 +32,7 @@ class GenerationStats:
     block_sizes: list[int] = field(default_factory=list)
     bonus: int = 0
     draft_used: bool = False
+    lookup_rounds: int = 0
     draft_off_reason: str | None = None
     block_size: int = 1
     auto: bool = False
@@ -81,11 +83,12 @@ class GenerationStats:
         if self.draft_used:
             slots = " ".join(f"{share:.2f}" for share in self.acceptance_by_position)
             rounds = "" if self.auto else f" {self.rounds} rounds,"
-            head = f"block {self._chosen()},{rounds} tau {self.tau:.2f}, acceptance by position {slots}"
+            found = f" ({self.lookup_rounds} by lookup)," if self.lookup_rounds else ""
+            head = f"block {self._chosen()},{rounds}{found} tau {self.tau:.2f}, acceptance by position {slots}"
             if self.draft_off_reason:
                 head += f" (draft off later: {self.draft_off_reason})"
         else:
-            head = f"no draft used: {self.draft_off_reason or 'the text ended before the first block'}"
+            head = f"no draft used: {self.draft_off_reason or 'the text ended before anything was proposed'}"
         return (
             f"{head}; prompt {self.prompt_tokens} tokens, {self.prompt_tps:.1f} tokens/s; "
             f"generated {self.generation_tokens} tokens, {self.generation_tps:.1f} tokens/s; "

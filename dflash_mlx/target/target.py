@@ -18,6 +18,7 @@ from mlx import nn
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from ..errors import DFlashError, TargetError
+from .absorbed import absorbing
 from .check import check, hidden
 from .intercept import Handler, intercept
 from .pinned import pinned_masks
@@ -128,10 +129,17 @@ class Target:
 
             return handler
 
-        verifying = pinned_masks(cache) if watch is not None else nullcontext()
-        with intercept([*(watch or ()), *((self.layers[i], tap(i)) for i in dict.fromkeys(taps))]), verifying:
+        verifying = watch is not None and ids.shape[1] > 1
+        masks = pinned_masks(cache) if verifying else nullcontext()
+        handlers = [*(watch or ()), *((self.layers[i], tap(i)) for i in dict.fromkeys(taps))]
+        with intercept([*handlers, *(self.latent_attention if verifying else ())]), masks:
             logits = self.model(ids, cache=cache)
         return logits, mx.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
+
+    @cached_property
+    def latent_attention(self) -> list[tuple[nn.Module, Handler]]:
+        """Handlers that let a block take the cheaper form of latent attention, empty for other models."""
+        return absorbing(self.model)
 
     def embed(self, ids: mx.array) -> mx.array:
         """Embeddings as they enter layer 0, scale included: `[B, L]` to `[B, L, H]`."""
