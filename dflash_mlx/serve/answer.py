@@ -19,6 +19,16 @@ class Part:
     calls: tuple[dict[str, Any], ...] = ()
 
 
+class Raw:
+    """The text of a raw completion: all of it is answer, marks included."""
+
+    called = 0
+
+    def add(self, text: str, last: bool = False) -> Iterator[Part]:
+        if text:
+            yield Part("normal", text)
+
+
 class Answer:
     """Splits text as it comes, with mlx-lm's own state machine and tool parsers.
 

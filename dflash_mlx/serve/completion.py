@@ -19,7 +19,7 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
-from .answer import Answer
+from .answer import Answer, Raw
 from .errors import ApiError, ClientGone
 from .fields import checked
 from .job import Piece, Progress
@@ -79,7 +79,9 @@ class Completion:
         self.args = self._arguments()
         self.job = engine.prepare(request, self.args, self._block_size())
         single = fields.get("parallel_tool_calls") is False
-        self.answer = Answer(engine.front_tokenizer, self.job.initial_state, tools, self.streams, single)
+        self.answer: Answer | Raw = Raw()
+        if kind == "chat":
+            self.answer = Answer(engine.front_tokenizer, self.job.initial_state, tools, self.streams, single)
         self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4()}"
         self.created = int(time.time())
         self.logprobs: list[dict[str, Any]] = []

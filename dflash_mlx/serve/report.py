@@ -59,7 +59,7 @@ class Report:
             "accepted": self.accepted,
             "last_accepted": self.stats.accepted[-1] if self.stats.accepted else None,
             "tau": round(self.stats.tau, 4),
-            "tokens_per_second": round(_rate(self.tokens - 1, self.decode_seconds), 2),
+            "tokens_per_second": round(_rate(self.tokens, self.decode_seconds), 2),
         }
 
     def to_dict(self) -> dict[str, Any]:
