@@ -15,7 +15,7 @@ import gc
 import logging
 import threading
 from collections import deque
-from queue import Empty
+from queue import Empty, SimpleQueue
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -59,9 +59,24 @@ class Engine(ResponseGenerator):
         self.loaded = threading.Event()
         self.load_error: Exception | None = None
         self._tokenizing = threading.Lock()
-        super().__init__(provider, prompt_cache=None)  # starts the thread
+        # Not mlx-lm's constructor: it starts a thread that ends. MLX's thread-local caches take Python's lock when
+        # their thread ends, which aborts a process that is ending as well; ours is parked instead (`_live`).
+        self.model_provider = provider
+        self.requests: SimpleQueue[Job] = SimpleQueue()
+        self._stop = self._generation_failed = False
+        self._ended = threading.Event()
+        self._generation_thread = threading.Thread(target=self._live, daemon=True)
+        self._generation_thread.start()
+
+    def stop_and_join(self) -> None:
+        """End what runs, write what is to be kept, drop the models."""
+        self._stop = True
+        self._ended.wait()
 
     # Asked by the threads of connections -------------------------------------------------------------------
+
+    def generation_available(self) -> bool:
+        return not self._ended.is_set()
 
     @property
     def is_healthy(self) -> bool:
@@ -118,6 +133,16 @@ class Engine(ResponseGenerator):
         self.requests.put(job)
 
     # The engine's thread -----------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        try:
+            self._generate()
+        except Exception:
+            log.exception("the engine died")
+        finally:
+            self.loaded.set()
+            self._ended.set()
+            threading.Event().wait()  # for ever, see the constructor
 
     def _generate(self) -> None:
         try:
