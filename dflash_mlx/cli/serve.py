@@ -62,9 +62,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
 def _add_caches(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("caches")
     group.add_argument("--prompt-cache-size", type=at_least(1), default=16, help="prompt caches (default: 16)")
-    group.add_argument(
-        "--prompt-cache-bytes", type=size, default="4GB", help="memory for prompt caches (default: 4GB)"
-    )
+    group.add_argument("--prompt-cache-bytes", type=size, default="4GB", help="memory for prompt caches (default: 4GB)")
     group.add_argument("--prompt-cache-dir", type=Path, help="keep prompt caches there as well, over restarts")
     group.add_argument(
         "--prompt-cache-dir-bytes", type=size, default="20GB", help="most that folder may hold (default: 20GB)"
