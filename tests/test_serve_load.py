@@ -166,7 +166,6 @@ def engine():
 
     args = make_parser()[0].parse_args(["serve", "--model", "demo"])
     engine = Engine(Provider(args, plan("demo")), args)
-    engine.system_fingerprint = "test"
     assert engine.loaded.wait(60)
     yield engine
     engine.stop_and_join()

@@ -9,6 +9,7 @@ import select
 import socket
 import time
 from email.message import Message
+from typing import Any
 from urllib.parse import urlsplit
 
 from .errors import ApiError
@@ -28,7 +29,7 @@ class DeadlineReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def, override]
+    def readinto(self, buffer: Any) -> int:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the request took too long to arrive")
