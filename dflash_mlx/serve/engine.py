@@ -1,9 +1,9 @@
 """The one thread that owns MLX: jobs come in order, one runs with DFlash, several share a batch without it.
 
 A job alone runs with the draft. When another arrives that can share a batch, the running one stops at the end of its
-round (or chunk of the prompt) and both go on in mlx-lm's batch generator; newcomers join in the order of arrival. A
-job that is alone for a while goes back to the draft. What can't share a batch (a seed, quantised caches, a target
-whose caches do not merge) waits for its turn and runs alone; nobody overtakes it.
+round (or chunk of the prompt) and both go on in mlx-lm's batch generator; newcomers join in the order of arrival, also
+for a moment after it has run empty. A job that is alone for a while goes back to the draft. What can't share a batch
+(a seed, quantised caches, a target whose caches do not merge) waits for its turn and runs alone; nobody overtakes it.
 An exception ends the job it belongs to. One in a batch belongs to nobody in particular: its jobs go on one by one.
 """
 
@@ -14,6 +14,7 @@ import copy
 import gc
 import logging
 import threading
+import time
 from collections import deque
 from queue import Empty, Queue
 
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 LONE_STEPS = 16  # in a batch of one before it goes back to the draft
 IDLE_SECONDS = 0.1
+COMPANY_SECONDS = 0.3  # after a batch of several ended, others are expected and nobody starts alone
 GOING_DOWN = ApiError(503, "the server is going down", code="unavailable")
 
 
@@ -58,6 +60,7 @@ class Engine(ResponseGenerator):
         self.waiting: deque[Job] = deque()
         self.batch: Batch | None = None
         self.running: Job | None = None
+        self.company_until = 0.0
         self.loaded = threading.Event()
         self.load_error: Exception | None = None
         self._tokenizing = threading.Lock()
@@ -204,7 +207,8 @@ class Engine(ResponseGenerator):
     def _run_next(self, job: Job, start: Hit | None = None) -> None:
         if job.cancelled:
             return self._end(job, "cancelled")
-        if self._shares(job) and start is None and (not self.alone.drafts(job) or self._others_wait(job)):
+        company = self.provider.cuttable and time.monotonic() < self.company_until  # a lone one can go back
+        if self._shares(job) and start is None and (company or not self.alone.drafts(job) or self._others_wait(job)):
             return self._join(job)
         self.running = job
         try:
@@ -237,6 +241,8 @@ class Engine(ResponseGenerator):
                 job.solo = True
                 self.waiting.appendleft(job)
             return
+        if batch.lone_steps < LONE_STEPS:
+            self.company_until = time.monotonic() + COMPANY_SECONDS
         if not batch.jobs:
             self._leave_batch()
         elif batch.lone_steps >= LONE_STEPS and not self.waiting:
