@@ -53,7 +53,12 @@ class GenerationResponse(MlxLmResponse):
 
 
 def generate_step(
-    prompt: mx.array | Sequence[int], model: nn.Module, draft_model: Any = None, **options: Any
+    prompt: mx.array | Sequence[int],
+    model: nn.Module,
+    draft_model: Any = None,
+    *,
+    stats: GenerationStats | None = None,
+    **options: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """Generate token ids; end tokens do not end it.
 
@@ -62,6 +67,7 @@ def generate_step(
         model: any mlx-lm model whose caches can be rewound, or any at all without a draft.
         draft_model: a draft of `load_draft`, an object with the `Drafter` protocol, "lookup" (see `PromptLookup`), or
             None to decode plainly.
+        stats: rounds are recorded there as they finish.
         options: see `_tokens`.
 
     Yields:
@@ -70,7 +76,8 @@ def generate_step(
     Raises:
         TargetError, DraftError: the pair can't be run. ValueError: an option is out of range.
     """
-    with closing(_tokens(prompt, model, draft_model, GenerationStats(), **options)) as tokens:
+    stats = GenerationStats() if stats is None else stats
+    with closing(_tokens(prompt, model, draft_model, stats, **options)) as tokens:
         for token in tokens:
             yield token.id, token.logprobs, token.from_draft
 
@@ -99,6 +106,8 @@ def _tokens(
     max_kv_size: int | None = None,
     prompt_cache: list[Any] | None = None,
     prefill_step_size: int = 2048,
+    prefill_stops: Collection[int] = (),
+    leave_last: bool = False,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
@@ -122,6 +131,8 @@ def _tokens(
         lookup: propose by prompt lookup where the text repeats itself, `draft_model` elsewhere.
         prompt_cache: the target's cache entries, then (optionally) the draft's; updated in place and left at
             exactly prompt + emitted tokens. The other arguments are mlx-lm's.
+        prefill_stops: lengths of the prompt at which a chunk ends, so that the callback sees the caches there.
+        leave_last: leave the caches one token short of that, for whoever feeds the last token to go on from it.
         profile: measure host, draft and verify apart (costs a second sync a round).
     """
     prompt = as_ids(prompt)
@@ -175,7 +186,7 @@ def _tokens(
         profile=profile,
     )
     progress = prompt_progress_callback or (lambda done, total: None)
-    session.prefill(prompt, prefill_step_size, progress)
+    session.prefill(prompt, prefill_step_size, progress, prefill_stops)
     room = quantized_kv_start if kv_bits else None
     chooser: BlockSize = FixedBlockSize(width)
     pair = ""
@@ -184,7 +195,7 @@ def _tokens(
         pair = describe_pair(model, drafter, [*way, f"kv {kv_bits}"] if kv_bits else way)
         chooser = AutoBlockSize(width, round_costs(pair), round_costs(f"{pair}, lookup"))
     try:
-        with closing(decode(session, chooser, max_tokens, end_tokens, room)) as tokens:
+        with closing(decode(session, chooser, max_tokens, end_tokens, room, leave_last)) as tokens:
             for i, token in enumerate(tokens):
                 if i == 0:
                     progress(prompt.shape[0], prompt.shape[0])
