@@ -182,6 +182,18 @@ def places(node):
             yield from places(node[key])
 
 
+@pytest.mark.parametrize("module", [anthropic, responses])
+def test_turns_alternate_whatever_the_agent_sends(module):
+    said = [("user", "a"), ("user", "b"), ("system", "c"), ("assistant", "d"), ("assistant", "e"), ("user", "f")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    chat = module.to_chat(ask(messages=messages) if module is anthropic else {"input": messages})
+    assert chat["messages"] == [
+        {"role": "user", "content": "a\n\nb\n\n<system>\nc\n</system>"},
+        {"role": "assistant", "content": "d\n\ne"},
+        {"role": "user", "content": "f"},
+    ]
+
+
 def test_absent_options_leave_the_template_its_own():
     chat = anthropic.to_chat(ask())
     assert chat == {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -316,6 +328,7 @@ def test_items_become_chat_messages():
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"instructions": ["a"]}, "instructions"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
         ({"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools[0].strict"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
@@ -379,6 +392,20 @@ def test_a_response_cut_by_its_limit_is_incomplete():
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
     assert last["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_tools_of_a_namespace_keep_their_names_apart():
+    tool = {"type": "function", "name": "weather", "parameters": WEATHER}
+    said = {"type": "function_call", "call_id": "call_1", "namespace": "sky", "name": "weather", "arguments": "{}"}
+    request = {**REQUEST, "tools": [tool, {"type": "namespace", "name": "sky", "tools": [tool]}], "input": [said]}
+    chat = responses.to_chat(request)
+    assert [tool["function"]["name"] for tool in chat["tools"]] == ["weather", "sky__weather"]
+    assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == "sky__weather"
+    calls = [CALL, {**SECOND, "function": {"name": "sky__weather", "arguments": "{}"}}]
+    chunk = {"choices": [{"delta": {"tool_calls": calls}, "finish_reason": "tool_calls"}]}
+    plain, spaced = events(responses.Answer(request), [chunk])[-1]["response"]["output"]
+    assert (plain["name"], plain.get("namespace")) == ("weather", None)
+    assert (spaced["name"], spaced.get("namespace")) == ("weather", "sky")
 
 
 def test_one_function_call_when_parallel_calls_are_off():

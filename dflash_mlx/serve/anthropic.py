@@ -16,14 +16,13 @@ from .dialect import (
     Event,
     FieldError,
     Json,
-    add_turn,
+    as_turns,
     check_fields,
     function_call,
     function_tool,
     given,
     items,
     join_text,
-    lead_with_system,
     part_text,
     pick,
     thinking_options,
@@ -84,7 +83,7 @@ def _messages(request: Json) -> list[Json]:
         raise FieldError("messages", "is empty")
     if messages[-1]["role"] == "assistant":
         raise FieldError("messages", "ends with the assistant's turn; an answer can't be begun for it (prefill)")
-    return lead_with_system([join_text(request.get("system", ""), "system", between="\n\n")], messages)
+    return as_turns([join_text(request.get("system", ""), "system", between="\n\n")], messages)
 
 
 def _read_system(messages: list[Json], blocks: Any, field: str) -> None:
@@ -121,7 +120,7 @@ def _read_assistant(messages: list[Json], blocks: Any, field: str) -> None:
             turn.setdefault("tool_calls", []).append(call)
         elif kind != "redacted_thinking":  # sealed for another server: there is nothing to read
             turn["content"] += part_text(block, place)
-    add_turn(messages, turn)
+    messages.append(turn)
 
 
 READERS = {"user": _read_user, "assistant": _read_assistant, "system": _read_system}

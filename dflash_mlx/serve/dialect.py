@@ -127,24 +127,37 @@ def function_call(call_id: Any, name: Any, arguments: str, field: str) -> Json:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
-def add_turn(messages: list[Json], message: Json) -> None:
-    """Append a message; what the assistant said before a tool call, and several calls, are one turn."""
-    if messages and message["role"] == messages[-1]["role"] == "assistant" and "tool_calls" in message:
-        turn = messages[-1]
-        turn.setdefault("tool_calls", []).extend(message["tool_calls"])
-        if "reasoning_content" in message:
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + message["reasoning_content"]
-        return
-    messages.append(message)
+def as_turns(system: list[str], messages: list[Json]) -> list[Json]:
+    """Messages as any chat template takes them: one system message in front, and nobody speaks twice in a row.
+
+    A system message further on, which many templates refuse, becomes a marked part of the user's turn.
+    """
+    turns: list[Json] = []
+    for message in messages:
+        if message["role"] == "system":
+            if not turns:
+                system = [*system, message["content"]]
+                continue
+            message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+        if turns and message["role"] == turns[-1]["role"] != "tool":
+            _join(turns[-1], message)
+        else:
+            turns.append(message)
+    text = _paragraphs(*system)
+    return [{"role": "system", "content": text}, *turns] if text else turns
 
 
-def lead_with_system(system: list[str], messages: list[Json]) -> list[Json]:
-    """Messages with one system message in front, for templates that take only one: `system` and the leading ones."""
-    while messages and messages[0]["role"] == "system":
-        system = [*system, messages[0]["content"]]
-        messages = messages[1:]
-    text = "\n\n".join(part for part in system if part)
-    return [{"role": "system", "content": text}, *messages] if text else messages
+def _join(turn: Json, message: Json) -> None:
+    """Add a message to the turn of the same speaker."""
+    turn["content"] = _paragraphs(turn["content"], message["content"])
+    if "reasoning_content" in message:
+        turn["reasoning_content"] = _paragraphs(turn.get("reasoning_content", ""), message["reasoning_content"])
+    if "tool_calls" in message:
+        turn["tool_calls"] = [*turn.get("tool_calls", []), *message["tool_calls"]]
+
+
+def _paragraphs(*texts: str) -> str:
+    return "\n\n".join(text for text in texts if text)
 
 
 def thinking_options(chat: Json, thinks: bool | None, effort: str | None) -> None:

@@ -17,14 +17,13 @@ from .dialect import (
     Event,
     FieldError,
     Json,
-    add_turn,
+    as_turns,
     check_fields,
     function_call,
     function_tool,
     given,
     items,
     join_text,
-    lead_with_system,
     pick,
     thinking_options,
     typed,
@@ -76,7 +75,7 @@ def to_chat(request: Json) -> Json:
     if "max_output_tokens" in request:
         chat["max_tokens"] = request["max_output_tokens"]
     chat["messages"] = _messages(request)
-    tools = [_tool(tool, field) for field, tool in items(request.get("tools", []), "tools")]
+    tools = _tools(request.get("tools", []), "tools")
     if tools and request.get("tool_choice") != "none":
         chat["tools"] = tools
     form = typed(request.get("text", {}), dict, "text").get("format") or {"type": "text"}
@@ -111,8 +110,8 @@ def _messages(request: Json) -> list[Json]:
         message = pick(READERS, kind, f"{field}.type")(item, field)
         if reasoning and message["role"] == "assistant":
             message["reasoning_content"], reasoning = reasoning, ""
-        add_turn(messages, message)
-    return lead_with_system([typed(request.get("instructions", ""), str, "instructions")], messages)
+        messages.append(message)
+    return as_turns([typed(request.get("instructions", ""), str, "instructions")], messages)
 
 
 def _message(item: Json, field: str) -> Json:
@@ -122,7 +121,9 @@ def _message(item: Json, field: str) -> Json:
 
 def _call(item: Json, field: str) -> Json:
     arguments = typed(item.get("arguments"), str, f"{field}.arguments")
-    call = function_call(item.get("call_id"), item.get("name"), arguments, f"{field}.arguments")
+    name = typed(item.get("name"), str, f"{field}.name")
+    space = typed(item.get("namespace") or "", str, f"{field}.namespace")
+    call = function_call(item.get("call_id"), _full(space, name), arguments, f"{field}.arguments")
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -140,12 +141,26 @@ def _reasoning(item: Json, field: str) -> str:
 READERS = {"message": _message, "function_call": _call, "function_call_output": _result}
 
 
-def _tool(tool: Json, field: str) -> Json:
-    if tool.get("type") != "function":
-        raise FieldError(f"{field}.type", f"{tool.get('type')!r} is not a function; switch that tool off in the client")
-    if tool.get("strict"):
-        raise FieldError(f"{field}.strict", "a schema can't be enforced; send false")
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), field)
+def _tools(tools: Any, field: str, space: str | None = None) -> list[Json]:
+    """Functions for the chat route, those of a namespace under its name and theirs."""
+    functions = []
+    for place, tool in items(tools, field):
+        name = typed(tool.get("name", ""), str, f"{place}.name")
+        if tool.get("type") == "namespace" and space is None:
+            functions += _tools(tool.get("tools"), f"{place}.tools", name)
+            continue
+        if tool.get("type") != "function":
+            raise FieldError(
+                f"{place}.type", f"{tool.get('type')!r} is no function; switch that tool off in the client"
+            )
+        if tool.get("strict"):
+            raise FieldError(f"{place}.strict", "a schema can't be enforced; send false")
+        functions.append(function_tool(_full(space, name), tool.get("description"), tool.get("parameters"), place))
+    return functions
+
+
+def _full(space: str | None, name: str) -> str:
+    return f"{space}__{name}" if space else name
 
 
 class Answer:
@@ -164,6 +179,11 @@ class Answer:
             "tool_choice": request.get("tool_choice", "auto"), "tools": request.get("tools", []),
             "top_p": request.get("top_p"), "truncation": "disabled",
         }  # fmt: skip
+        self._spaces = {
+            _full(space["name"], tool["name"]): {"name": tool["name"], "namespace": space["name"]}
+            for space in self.body["tools"]
+            for tool in space.get("tools", [])
+        }
         self._number = 0
         self._open = False
         self._finish: str | None = None
@@ -240,13 +260,13 @@ class Answer:
         if one and any(item["type"] == "function_call" for item in self.body["output"]):
             return
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        item: Json = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress"}
-        item |= {"call_id": call["id"], "name": name, "arguments": ""}
+        item: Json = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress", "arguments": ""}
+        item |= {"call_id": call["id"], "name": name, **self._spaces.get(name, {})}
         self.body["output"].append(item)
         yield self._item("response.output_item.added")
         place = {"item_id": item["id"], "output_index": len(self.body["output"]) - 1}
         yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=name, arguments=arguments)
+        yield self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments)
         item |= {"arguments": arguments, "status": "completed"}
         yield self._item("response.output_item.done")
 
