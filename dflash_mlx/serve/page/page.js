@@ -89,22 +89,22 @@ function showError(error) {
 }
 
 function showFigures(figures) {
-  if (figures.new_rounds) state.rounds.push(...figures.new_rounds);
-  else state.rounds = figures.accepted.map((kept, i) => [kept, figures.block_sizes[i]]);
-  $("speed").textContent = figures.generation_tps.toFixed(1);
+  // `recent` holds the last rounds, [draft tokens kept, rows verified] each; they end at round number `rounds`
+  const first = figures.rounds - (figures.recent ?? []).length;
+  for (const [i, round] of (figures.recent ?? []).entries()) state.rounds[first + i] = round;
+  $("speed").textContent = figures.tokens_per_second.toFixed(1);
   $("tau").textContent = figures.tau.toFixed(2);
   $("rounds").textContent = figures.rounds;
-  $("tokens").textContent = figures.generation_tokens;
-  showDraft(figures);
+  $("kept").textContent = figures.accepted;
+  if ("draft_used" in figures) showDraft(figures);
   drawChart(state.rounds.slice(-SHOWN_ROUNDS));
 }
 
 function drawChart(rounds) {
-  const height = Math.max(1, ...rounds.map(([, block]) => block - 1));
-  const width = Math.max(20, rounds.length);
-  const bars = rounds.flatMap(([kept, block], i) => [bar("offered", i, block - 1), bar("accepted", i, kept)]);
-  $("chart").setAttribute("viewBox", `0 0 ${width} ${height}`);
-  $("chart").setAttribute("aria-label", `accepted of offered: ${rounds.map(([k, b]) => `${k}/${b - 1}`).join(", ")}`);
+  const height = Math.max(1, ...rounds.map(([, rows]) => rows - 1));
+  const bars = rounds.flatMap(([kept, rows], i) => [bar("offered", i, rows - 1), bar("accepted", i, kept)]);
+  $("chart").setAttribute("viewBox", `0 0 ${Math.max(20, rounds.length)} ${height}`);
+  $("chart").setAttribute("aria-label", `accepted of offered: ${rounds.map(([k, r]) => `${k}/${r - 1}`).join(", ")}`);
   $("chart").replaceChildren(...bars);
 
   function bar(className, i, size) {
@@ -116,8 +116,8 @@ function drawChart(rounds) {
 }
 
 function showDraft(figures) {
-  const reason = figures.draft_off_reason ? `: ${figures.draft_off_reason}` : "";
-  $("draft").textContent = figures.draft_used ? `· draft on, block ${figures.block_size}` : `· no draft${reason}`;
+  const reason = figures.draft_off_reason ? ` (${figures.draft_off_reason})` : "";
+  $("draft").textContent = figures.draft_used ? `draft used, block ${figures.block_size}${reason}` : `no draft used${reason}`;
 }
 
 // The conversation -----------------------------------------------------------------------------------------------
@@ -125,8 +125,10 @@ function showDraft(figures) {
 async function connect() {
   try {
     const { data } = await (await request("v1/models")).json();
-    if (data.length) state.model = data[0].id;
-    $("model").textContent = state.model;
+    const [{ id, dflash }] = data;
+    state.model = id;
+    $("model").textContent = id;
+    $("draft").textContent = dflash?.draft_model ? `draft ${dflash.draft_model}` : "no draft";
     say("error", "");
   } catch (error) {
     $("model").textContent = "not connected";
