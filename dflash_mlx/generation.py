@@ -51,7 +51,12 @@ class GenerationResponse(MlxLmResponse):
 
 
 def generate_step(
-    prompt: mx.array | Sequence[int], model: nn.Module, draft_model: Any = None, **options: Any
+    prompt: mx.array | Sequence[int],
+    model: nn.Module,
+    draft_model: Any = None,
+    *,
+    stats: GenerationStats | None = None,
+    **options: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """Generate token ids; end tokens do not end it.
 
@@ -59,6 +64,7 @@ def generate_step(
         prompt: `[n]` token ids, at least one.
         model: any mlx-lm model whose caches can be rewound, or any at all without a draft.
         draft_model: a draft of `load_draft`, an object with the `Drafter` protocol, or None to decode plainly.
+        stats: rounds are recorded there as they finish.
         options: see `_tokens`.
 
     Yields:
@@ -67,7 +73,8 @@ def generate_step(
     Raises:
         TargetError, DraftError: the pair can't be run. ValueError: an option is out of range.
     """
-    with closing(_tokens(prompt, model, draft_model, GenerationStats(), **options)) as tokens:
+    stats = GenerationStats() if stats is None else stats
+    with closing(_tokens(prompt, model, draft_model, stats, **options)) as tokens:
         for token in tokens:
             yield token.id, token.logprobs, token.from_draft
 
@@ -96,6 +103,8 @@ def _tokens(
     max_kv_size: int | None = None,
     prompt_cache: list[Any] | None = None,
     prefill_step_size: int = 2048,
+    prefill_stops: Collection[int] = (),
+    leave_last: bool = False,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
@@ -116,6 +125,8 @@ def _tokens(
         num_draft_tokens: mlx-lm's name for block_size - 1.
         prompt_cache: the target's cache entries, then (optionally) the draft's; updated in place and left at
             exactly prompt + emitted tokens. The other arguments are mlx-lm's.
+        prefill_stops: lengths of the prompt at which a chunk ends, so that the callback sees the caches there.
+        leave_last: leave the caches one token short of that, for whoever feeds the last token to go on from it.
         profile: measure host, draft and verify apart (costs a second sync a round).
     """
     prompt = as_ids(prompt)
@@ -166,9 +177,9 @@ def _tokens(
         profile=profile,
     )
     progress = prompt_progress_callback or (lambda done, total: None)
-    session.prefill(prompt, prefill_step_size, progress)
+    session.prefill(prompt, prefill_step_size, progress, prefill_stops)
     room = quantized_kv_start if kv_bits else None
-    with closing(decode(session, FixedBlockSize(width), max_tokens, end_tokens, room)) as tokens:
+    with closing(decode(session, FixedBlockSize(width), max_tokens, end_tokens, room, leave_last)) as tokens:
         for i, token in enumerate(tokens):
             if i == 0:
                 progress(prompt.shape[0], prompt.shape[0])

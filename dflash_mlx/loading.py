@@ -61,7 +61,7 @@ class Plan:
             )
         dtype = mx.float32 if self.model == demo.NAME else None  # ties of bfloat16 would blur the comparison
         draft = self._load_draft(draft_dtype or dtype, attn_implementation)
-        folder = _target_folder(self.model, self.revision)
+        folder = fetch_target(self.model, self.revision)
         ends = end_tokens(folder)
         if not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
             raise TargetError(f"{self.model}: no tokenizer in {folder}; copy the files of the original model there")
@@ -199,7 +199,8 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         raise TargetError(str(error)) from None
 
 
-def _target_folder(model: str, revision: str | None) -> Path:
+def fetch_target(model: str, revision: str | None = None) -> Path:
+    """The local folder of a target: bundled, local, or downloaded."""
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
     if model == demo.NAME:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import CacheList, RotatingKVCache
 from mlx_lm.models.cache import save_prompt_cache as save_prompt_cache
 
 from .decode.drafter import as_drafter
@@ -61,11 +61,10 @@ class PromptCache:
         surplus = len(self.tokens) - shared
         if surplus:
             target = self.caches[: self._size]
-            if not all(_can_be_cut(cache) for cache in target):
+            if not all(map(can_be_cut, target)):
                 self.reset()
                 return list(ids)
-            for cache in target:
-                CUT[type(cache)](cache, surplus)
+            cut(target, surplus)
             align(self.caches[self._size :], shared)
             del self.tokens[shared:]
         return list(ids[shared:])
@@ -76,9 +75,8 @@ class PromptCache:
         surplus = held - len(self.tokens)
         if held and surplus:
             target = self.caches[: self._size]
-            if surplus > 0 and all(map(_can_be_cut, target)):
-                for cache in target:
-                    CUT[type(cache)](cache, surplus)
+            if surplus > 0 and all(map(can_be_cut, target)):
+                cut(target, surplus)
                 align(self.caches[self._size :], len(self.tokens))
             else:
                 self.reset()
@@ -88,10 +86,22 @@ class PromptCache:
         self.tokens += [*fed, *emitted]
 
 
-def _can_be_cut(cache: Any) -> bool:
+def can_be_cut(cache: Any) -> bool:
+    """Whether a target's cache entry can drop its last rows as it stands."""
+    if type(cache) is CacheList:
+        return all(map(can_be_cut, cache.caches))
     if type(cache) is RotatingKVCache:
         return cache.offset < cache.max_size
     return type(cache) in CUT and not getattr(cache, "start_position", 0)  # a chunked cache that dropped chunks
+
+
+def cut(caches: Sequence[Any], n: int) -> None:
+    """Drop the last `n` tokens of a target's caches, which must be able to."""
+    for cache in caches:
+        if type(cache) is CacheList:
+            cut(cache.caches, n)
+        else:
+            CUT[type(cache)](cache, n)
 
 
 def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:

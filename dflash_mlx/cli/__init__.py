@@ -21,6 +21,7 @@ from ..errors import DFlashError
 COMMANDS = {
     "generate": "generate text, with a DFlash draft where there is one",
     "chat": "talk in the terminal; each turn feeds only what is new",
+    "serve": "serve it to OpenAI-compatible clients",
     "convert": "convert a draft to MLX, quantise it, write it back, or inspect it",
     "models": "list published pairs, or the mlx-lm families that a draft can drive",
     "benchmark": "measure DFlash against plain mlx-lm on this machine",

@@ -24,7 +24,12 @@ class Token:
 
 
 def decode(
-    session: Session, block_size: FixedBlockSize, max_tokens: int, end_tokens: Collection[int], room: int | None = None
+    session: Session,
+    block_size: FixedBlockSize,
+    max_tokens: int,
+    end_tokens: Collection[int],
+    room: int | None = None,
+    leave_last: bool = False,
 ) -> Generator[Token, None, None]:
     """Emit up to `max_tokens` tokens (-1: no limit), the last of them an end token if one comes.
 
@@ -34,8 +39,10 @@ def decode(
     Args:
         session: prefilled.
         room: tokens in the target's cache at which blocks end, where its form changes (see `kv_bits`).
+        leave_last: the caches end before the last token that was handed out instead of behind it.
     """
     base = session.fed + 1
+    held = base - 1 if leave_last else base  # what the caches hold in the end, less what was emitted
     emitted = 0
     limit = max_tokens if max_tokens >= 0 else 1 << 62
     flight: Flight | None = session.dispatch(PLAIN)  # the last prompt token; its pick is the first token
@@ -67,9 +74,9 @@ def decode(
                 mx.clear_cache()
     except BaseException:  # closed, or interrupted anywhere in a round
         session.drop_unfinished()
-        session.finish(base + emitted, flight)
+        session.finish(held + emitted, flight)
         raise
-    session.finish(base + emitted, flight)
+    session.finish(held + emitted, flight)
 
 
 def _cut(tokens: list[int], left: int, end_tokens: Collection[int]) -> tuple[list[int], bool]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -218,17 +218,22 @@ class Session:
 
     # Before the first round and after the last ------------------------------------------------------------
 
-    def prefill(self, prompt: mx.array, step_size: int, progress: Callable[[int, int], None]) -> None:
+    def prefill(
+        self, prompt: mx.array, step_size: int, progress: Callable[[int, int], None], stops: Collection[int] = ()
+    ) -> None:
         """Feed all but the last prompt token in chunks; the draft's context is projected chunk by chunk.
 
         The last token is the first anchor: its plain round gives the first token, as in mlx-lm.
+
+        Args:
+            stops: lengths at which a chunk ends, however short.
         """
         total = prompt.shape[0]
         progress(0, total)
         done = 0
         with mx.stream(self.stream):
             while done < total - 1:
-                chunk = prompt[done : min(done + step_size, total - 1)]
+                chunk = prompt[done : min([done + step_size, total - 1, *(stop for stop in stops if stop > done)])]
                 _, taps = self.target.forward(chunk[None], self.target_cache, self.taps)  # logits stay unevaluated
                 self.quantize(self.target_cache)
                 if self.drafter and taps is not None:

@@ -1,0 +1,108 @@
+"""`dflash-mlx serve`: mlx-lm's server with DFlash behind it; OpenAI-compatible."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from .options import add_pair_arguments, at_least, json_object, within
+
+KEY_VARIABLE = "DFLASH_API_KEY"
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def size(text: str) -> int:
+    """An argparse type: bytes, as 500000, 500MB or 2G."""
+    digits = text.rstrip("KMGBkmgb ")
+    unit = text[len(digits) :].strip().upper()
+    try:
+        return int(float(digits) * UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 500MB or 2GB") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_pair_arguments(parser)
+    _add_decoding(parser)
+    _add_caches(parser)
+    _add_access(parser)
+
+
+def _add_decoding(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("decoding (defaults of requests that do not say)")
+    group.add_argument("--temp", type=at_least(0.0, float), default=0.0, help="temperature (default: 0, greedy)")
+    group.add_argument("--top-p", type=within(0, 1), default=1.0, help="default: 1, off")
+    group.add_argument("--top-k", type=at_least(0), default=0, help="default: 0, off")
+    group.add_argument("--min-p", type=within(0, 1), default=0.0, help="default: 0, off")
+    group.add_argument("--max-tokens", type=at_least(1), default=512, help="default: %(default)s")
+    blocks = group.add_mutually_exclusive_group()
+    blocks.add_argument("--block-size", type=at_least(1), help="tokens of a block; default: the draft's own")
+    blocks.add_argument("--num-draft-tokens", type=at_least(0), help="mlx-lm's name for block size less one")
+    group.add_argument("--chat-template", default="", help="use this template instead of the tokenizer's")
+    group.add_argument("--use-default-chat-template", action="store_true", help="where the tokenizer has none")
+    group.add_argument(
+        "--chat-template-args", type=json_object, default={}, metavar="JSON", help="e.g. '{\"enable_thinking\":false}'"
+    )
+    group.add_argument(
+        "--decode-concurrency", type=at_least(1), default=32, help="requests in a batch; 1 never batches (default: 32)"
+    )
+    group.add_argument("--prompt-concurrency", type=at_least(1), default=8, help="prompts at once (default: 8)")
+    group.add_argument("--prefill-step-size", type=at_least(1), default=2048, help="default: %(default)s")
+    group.add_argument("--pipeline", action="store_true", help="of mlx-lm's distributed server; refused here")
+
+
+def _add_caches(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("caches")
+    group.add_argument("--prompt-cache-size", type=at_least(1), default=16, help="prompt caches (default: 16)")
+    group.add_argument(
+        "--prompt-cache-bytes", type=size, default="4GB", help="memory for prompt caches (default: 4GB)"
+    )
+    group.add_argument("--prompt-cache-dir", type=Path, help="keep prompt caches there as well, over restarts")
+    group.add_argument(
+        "--prompt-cache-dir-bytes", type=size, default="20GB", help="most that folder may hold (default: 20GB)"
+    )
+    group.add_argument("--kv-bits", type=int, choices=[2, 3, 4, 5, 6, 8], help="quantise the KV cache; no batches")
+    group.add_argument("--kv-group-size", type=int, choices=[32, 64, 128], default=64, help="default: %(default)s")
+    group.add_argument("--quantized-kv-start", type=at_least(0), default=5000, help="default: %(default)s")
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("access")
+    group.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
+    group.add_argument("--port", type=at_least(0), default=8080, help="default: %(default)s; 0 takes a free one")
+    group.add_argument("--api-key", help=f"asked of every request but /health; or ${KEY_VARIABLE}, which ps can't see")
+    group.add_argument(
+        "--allowed-origins", type=lambda text: text.split(","), default=[], help="web pages that may use it; * for any"
+    )
+    group.add_argument("--max-body-bytes", type=size, default="32MB", help="of a request (default: 32MB)")
+    group.add_argument("--max-prompt-tokens", type=at_least(1), help="default: what the target was made for")
+    group.add_argument("--max-queue", type=at_least(1), default=256, help="requests that may wait (default: 256)")
+    group.add_argument(
+        "--log-level", choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], default="INFO", help="default: INFO"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    import logging
+    import sys
+
+    from ..errors import DFlashError
+    from ..loading import plan as make_plan
+
+    if args.pipeline:
+        raise DFlashError("--pipeline: this server runs in one process; mlx_lm.server serves distributed models")
+    args.api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    if args.num_draft_tokens is not None:
+        args.block_size = args.num_draft_tokens + 1
+    logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
+    plan = make_plan(args.model, args.draft_model, revision=args.revision, draft_revision=args.draft_revision)
+    for note in plan.notes:
+        print(note, file=sys.stderr)
+    if args.block_size and args.block_size > (plan.block_size or 1):
+        limit = f"this draft's blocks have 1 to {plan.block_size} tokens" if plan.block_size else "there is no draft"
+        raise DFlashError(f"--block-size {args.block_size} is out of range: {limit}")
+
+    from ..serve.app import serve
+
+    return serve(args, plan)

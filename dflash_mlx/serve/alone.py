@@ -1,0 +1,156 @@
+"""One job alone, with DFlash where there is a draft. Runs in the engine's thread; knows no HTTP and no batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.server import _make_logits_processors
+
+from ..decode import as_drafter
+from ..decode.sampling import LogitsProcessor
+from ..generation import generate_step
+from .cache import CacheStore, Hit
+from .errors import ClientGone
+from .job import Job, Piece, Progress
+from .provider import Provider
+
+
+class _HandOver(Exception):
+    """Raised out of the prefill: the job goes on in a batch."""
+
+
+class Alone:
+    """Runs a job to its end, or until another one could share a batch with it.
+
+    Args:
+        others_wait: asked after every token and every chunk of the prompt.
+        stopping: whether the server is going down.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        store: CacheStore,
+        stream: mx.Stream,
+        others_wait: Callable[[Job], bool],
+        stopping: Callable[[], bool],
+    ):
+        self.provider, self.store, self.stream = provider, store, stream
+        self.others_wait, self.stopping = others_wait, stopping
+
+    def drafts(self, job: Job) -> bool:
+        """Whether this job would run with the draft."""
+        return self.provider.draft_model is not None and self.width(job) > 1
+
+    def width(self, job: Job) -> int:
+        return min(job.block_size or self.provider.block_size, self.provider.plan.block_size or 1)
+
+    def run(self, job: Job, start: Hit | None = None) -> Hit | None:
+        """Run the job; its last piece is sent when the caches are settled and the figures complete.
+
+        Args:
+            start: caches of a batch that it comes from; by default the store is asked.
+
+        Returns:
+            The caches to go on from in a batch, or None when it is done. Raises `ClientGone`.
+        """
+        drafts, stats = self.drafts(job), job.report.stats
+        job.report.start("dflash" if drafts else "plain")
+        hit = start or self.store.fetch(job.tokens)
+        if not job.emitted and start is None:
+            job.report.cached = hit.held
+        target = hit.target or make_prompt_cache(self.provider.model)
+        drafter = as_drafter(self.provider.draft_model) if drafts else None
+        draft = (hit.draft or drafter.make_cache(offset=hit.held)) if drafter else []
+        caches = [*target, *draft]
+        size, fed = len(target), [hit.held]
+
+        def parts() -> tuple[list[Any], list[Any] | None]:
+            return caches[:size], caches[size:] or None  # quantising replaces entries of the list
+
+        def progress(done: int, total: int) -> None:
+            fed[0] = hit.held + done
+            if done == total:
+                return
+            if not self.provider.cuttable and fed[0] > hit.held and (done in stops or done == total - 1):
+                self.store.insert(job.tokens[: fed[0]], *copy.deepcopy(parts()))
+            self._check(job)
+            job.send(Progress(fed[0], len(job.prompt)))
+            if drafts and self.others_wait(job):
+                raise _HandOver
+
+        rest = job.tokens[hit.held :]
+        stops = [] if self.provider.cuttable else [b - hit.held for b in job.boundaries if b > hit.held]
+        steps = generate_step(
+            rest,
+            self.provider.model,
+            self.provider.draft_model if drafts else None,
+            stats=stats,
+            prompt_cache=caches,
+            max_tokens=job.left,
+            end_tokens=job.end_tokens,
+            prompt_progress_callback=progress,
+            prefill_stops=stops,
+            leave_last=drafts,
+            stream=self.stream,
+            **self._options(job, hit.held, drafts),
+        )
+        last: Piece | None = None
+        with closing(steps):
+            try:
+                for token, logprobs, _ in steps:
+                    piece = job.advance(token, logprobs)
+                    if piece.finish_reason:
+                        last = piece
+                        break
+                    job.send(piece)
+                    self._check(job)
+                    if drafts and stats.draft_off_reason is None and self.others_wait(job):
+                        break
+            except _HandOver:
+                return Hit(parts()[0], None, fed[0])
+        held = len(job.tokens) - (1 if drafts else 0)
+        target, rows = parts()
+        if last is None:
+            return Hit(target, None, held)
+        job.send(last)
+        if stats.draft_off_reason is None or not drafts:
+            self.store.insert(job.tokens[:held], target, rows)
+        return None
+
+    def _check(self, job: Job) -> None:
+        if job.cancelled or self.stopping():
+            raise ClientGone
+
+    def _options(self, job: Job, held: int, drafts: bool) -> dict[str, Any]:
+        cli, sampling = self.provider.cli_args, job.args.sampling
+        tokenizer = self.provider.tokenizer
+        return {
+            "block_size": self.width(job) if drafts else None,
+            "temp": sampling.temperature,
+            "seed": job.args.seed,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "xtc_probability": sampling.xtc_probability,
+            "xtc_threshold": sampling.xtc_threshold,
+            "xtc_special_tokens": [*tokenizer.encode("\n", add_special_tokens=False), *tokenizer.eos_token_ids],
+            "logits_processors": [_after(job.tokens[:held], f) for f in _make_logits_processors(job.args)],
+            "prefill_step_size": cli.prefill_step_size,
+            "kv_bits": cli.kv_bits,
+            "kv_group_size": cli.kv_group_size,
+            "quantized_kv_start": cli.quantized_kv_start,
+        }
+
+
+def _after(held: list[int], process: LogitsProcessor) -> LogitsProcessor:
+    """The same processor, given the cached tokens as well: a hit must not change a penalty."""
+    if not held:
+        return process
+    before = mx.array(held, mx.int32)
+    return lambda tokens, logits: process(mx.concatenate([before, tokens]), logits)

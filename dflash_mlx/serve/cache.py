@@ -1,0 +1,174 @@
+"""Prompt caches over requests: what of a new prompt earlier ones already fed. Bounded by bytes and by number.
+
+An entry is never changed: a request gets copies, which share their arrays until one of them is written to.
+Only the engine's thread may use it. Knows tokens and caches, no request.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..decode.round import align
+from ..prompt_cache import can_be_cut, cut
+from .disk import DiskTier
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Entry:
+    """Caches that hold exactly `tokens`; on disk only where `target` is None.
+
+    Attributes:
+        target, draft: cache entries of both models; a batch leaves none of the draft.
+        file: its copy on disk, if it has one.
+    """
+
+    tokens: np.ndarray  # [n] int32
+    target: list[Any] | None = None
+    draft: list[Any] | None = None
+    file: Path | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in (*(self.target or ()), *(self.draft or ())))
+
+
+@dataclass
+class Hit:
+    """What a prompt starts from: caches of its own that hold its first `held` tokens."""
+
+    target: list[Any] | None
+    draft: list[Any] | None
+    held: int
+
+
+class CacheStore:
+    """The entries, oldest use first.
+
+    Args:
+        max_bytes, max_entries: of the entries in memory; `disk` has a bound of its own.
+    """
+
+    def __init__(self, max_bytes: int, max_entries: int, disk: DiskTier | None = None):
+        self.max_bytes, self.max_entries, self.disk = max_bytes, max_entries, disk
+        self.entries: list[Entry] = []
+        if disk is not None:
+            self.entries = [Entry(tokens, file=file) for file, tokens in disk.index()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    def __len__(self) -> int:
+        return sum(entry.target is not None for entry in self.entries)
+
+    def fetch(self, tokens: Sequence[int]) -> Hit:
+        """Caches for the longest beginning of `tokens` that is held; at least one token is left to feed."""
+        wanted = np.asarray(tokens, np.int32)
+        candidates = [(_shared(entry.tokens, wanted), entry) for entry in self.entries]
+        for shared, entry in sorted(candidates, key=lambda pair: -pair[0]):
+            held = min(shared, len(wanted) - 1)
+            if held == 0:
+                break
+            if not self._in_memory(entry):
+                continue
+            assert entry.target is not None
+            surplus = len(entry.tokens) - held
+            if surplus and not all(map(can_be_cut, entry.target)):
+                continue
+            self._touch(entry)
+            target, draft = copy.deepcopy(entry.target), copy.deepcopy(entry.draft)
+            if surplus:
+                cut(target, surplus)
+                align(draft or (), held)
+            return Hit(target, draft, held)
+        return Hit(None, None, 0)
+
+    def insert(self, tokens: Sequence[int], target: list[Any], draft: list[Any] | None) -> None:
+        """Take caches over; the caller must not use them any more. Entries that these make useless go."""
+        entry = Entry(np.asarray(tokens, np.int32), target, draft or None)
+        if entry.nbytes > self.max_bytes or not len(entry.tokens):
+            return
+        covers = all(map(can_be_cut, target))
+        for other in [*self.entries]:
+            shared = _shared(other.tokens, entry.tokens)
+            same = shared == len(other.tokens) == len(entry.tokens)
+            if same or (covers and shared == len(other.tokens)):
+                self._forget(other)
+        self.entries.append(entry)
+        self._shrink()
+
+    def clear(self) -> None:
+        """Drop what is in memory; files stay."""
+        self.entries = []
+
+    def write_one(self) -> bool:
+        """Write one entry to disk that is not there yet; False when there is none. For idle moments."""
+        if self.disk is None:
+            return False
+        entry = next((e for e in reversed(self.entries) if e.file is None and e.target is not None), None)
+        return entry is not None and self._write(entry)
+
+    def _write(self, entry: Entry) -> bool:
+        assert self.disk is not None
+        assert entry.target is not None
+        entry.file, dropped = self.disk.write(entry.tokens, entry.target, entry.draft)
+        for other in [*self.entries]:
+            if other.file in dropped:
+                other.file = None
+                if other.target is None:
+                    self.entries.remove(other)
+        if entry.file is None:  # it can't be written at all; said in the log
+            self.disk = None
+        return entry.file is not None
+
+    def _in_memory(self, entry: Entry) -> bool:
+        """Whether its caches can be used now, read from disk if need be; a file that can't be is forgotten."""
+        if entry.target is None:
+            assert self.disk is not None
+            assert entry.file is not None
+            loaded = self.disk.read(entry.file)
+            if loaded is None:
+                self.entries.remove(entry)
+                return False
+            entry.target, entry.draft = loaded
+        return True
+
+    def _touch(self, entry: Entry) -> None:
+        self.entries.remove(entry)
+        self.entries.append(entry)
+        if entry.file is not None and self.disk is not None:
+            self.disk.touch(entry.file)
+        self._shrink()
+
+    def _forget(self, entry: Entry) -> None:
+        self.entries.remove(entry)
+        if entry.file is not None and self.disk is not None:
+            self.disk.remove(entry.file)
+
+    def _shrink(self) -> None:
+        """Oldest first, out of memory: to disk where there is a tier, else for good."""
+        while len(self) > self.max_entries or self.nbytes > self.max_bytes:
+            oldest = next(entry for entry in self.entries if entry.target is not None)
+            if self.disk is not None and oldest.file is None:
+                self._write(oldest)
+            if oldest.file is None:
+                self.entries.remove(oldest)
+            oldest.target = oldest.draft = None
+            mx.clear_cache()
+
+
+def _shared(ours: np.ndarray, theirs: np.ndarray) -> int:
+    """Length of the common beginning."""
+    n = min(len(ours), len(theirs))
+    different = np.flatnonzero(ours[:n] != theirs[:n])
+    return int(different[0]) if len(different) else n

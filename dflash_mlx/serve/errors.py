@@ -1,0 +1,33 @@
+"""What a client is told when a request can't be answered: an HTTP status and OpenAI's error object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request that is refused or failed.
+
+    Args:
+        status: HTTP status. message: for the client; names no path of this machine and no key.
+        param: the field that is at fault. code: OpenAI's short name for the case.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class ClientGone(Exception):
+    """Nobody waits for the reply any more."""
+
+
+def internal_error() -> ApiError:
+    """For a fault of ours; what happened stands in the server's log only."""
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")

@@ -1,0 +1,200 @@
+"""HTTP: reads a request within its limits, finds its route, writes the reply or the error. Knows no tokens.
+
+`Handler` is mlx-lm's handler with another front: its routes come from a table, and nothing it reads is trusted.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mlx_lm.server import APIHandler
+
+from .errors import ApiError, ClientGone, internal_error
+from .limits import WRITE_SECONDS, DeadlineReader, check_host, check_key, check_origin, client_left, linger
+from .routes import find
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+class Handler(APIHandler):
+    """One connection, which carries one request.
+
+    Attributes:
+        engine: what serves. body: the request's JSON, of a POST. route_path: its path without the query.
+    """
+
+    server_version = "dflash-mlx"
+    sys_version = ""
+
+    def __init__(self, engine: Engine, *args: Any, **kwargs: Any):
+        self.engine = engine
+        self.body: Any = None
+        self.route_path = ""
+        self.begun = False  # whether any of the reply was sent
+        super().__init__(engine, *args, system_fingerprint=engine.system_fingerprint, **kwargs)
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile: Any = io.BufferedReader(DeadlineReader(self.connection))
+
+    def handle_one_request(self) -> None:
+        try:
+            super().handle_one_request()
+        except (TimeoutError, ConnectionError):
+            self.close_connection = True  # too slow, or gone
+
+    def do_GET(self) -> None:
+        self._serve("GET")
+
+    def do_POST(self) -> None:
+        self._serve("POST")
+
+    def do_HEAD(self) -> None:
+        self._serve("GET")
+
+    def do_OPTIONS(self) -> None:
+        """What a browser asks before a page of another origin may post."""
+        try:
+            check_origin(self.headers, self.engine.args.allowed_origins)
+        except ApiError as error:
+            return self._refuse(error)
+        self.send_response(204)
+        self._set_cors_headers()
+        self.end_headers()
+
+    def _serve(self, method: str) -> None:
+        args = self.engine.args
+        self.route_path = self.path.partition("?")[0]
+        try:
+            check_host(self.headers, args.guarded)
+            check_origin(self.headers, args.allowed_origins)
+            route, methods = find(method, self.route_path)
+            if route is None or not route.open:
+                check_key(self.headers, args.api_key)
+            if route is None:
+                raise _no_route(method, self.route_path, methods)
+            if method == "POST":
+                self.body = self._read_body()
+            self.connection.settimeout(WRITE_SECONDS)
+            route.answer(self)
+        except ApiError as error:
+            self._refuse(error)
+        except (ClientGone, ConnectionError):
+            log.info("the client of %s left", self.route_path)
+        except TimeoutError:
+            if self.body is None and not self.begun:
+                self._refuse(ApiError(408, "the request took too long to arrive", code="timeout"))
+        except Exception:
+            log.exception("%s %s failed", method, self.route_path)
+            self._refuse(internal_error())
+
+    def _read_body(self) -> Any:
+        """The JSON body, read only if it is announced and not too large."""
+        length = self.headers.get("Content-Length")
+        if length is None:
+            raise ApiError(411, "Content-Length is needed", code="length_required")
+        if not length.isascii() or not length.isdigit():
+            raise ApiError(400, "Content-Length is no number")
+        if len(length) > 18 or int(length) > self.engine.args.max_body_bytes:
+            limit = self.engine.args.max_body_bytes
+            raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+        raw = self.rfile.read(int(length))
+        if len(raw) < int(length):
+            raise ClientGone
+        try:
+            return json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            what = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
+            raise ApiError(400, f"the body is not valid JSON: {what}", code="invalid_json") from None
+
+    # For routes ----------------------------------------------------------------------------------------------
+
+    def gone(self) -> bool:
+        """Whether the client has closed the connection."""
+        return client_left(self.connection)
+
+    def reply(self, packet: Mapping[str, Any], status: int = 200) -> None:
+        """Answer with JSON."""
+        self.reply_bytes(json.dumps(packet).encode(), "application/json", status)
+
+    def reply_bytes(self, data: bytes, kind: str, status: int = 200) -> None:
+        """Answer with a whole body of that content type."""
+        self.begun = True
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self._set_cors_headers()
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def events(self, packets: Iterable[Mapping[str, Any] | str], done: str | None = None) -> None:
+        """Answer with server-sent events, one a packet; a string is a comment.
+
+        A packet may carry its event's name under the key `event` of a pair `{"event": name, "data": packet}`.
+        The head goes out with the first packet, so that an error before it still has its status.
+
+        Args:
+            done: data of a last event.
+        """
+        for packet in packets:
+            if not self.begun:
+                self._begin_events()
+            self._write(_event(packet))
+        if not self.begun:
+            self._begin_events()
+        if done is not None:
+            self._write(f"data: {done}\n\n")
+
+    def _begin_events(self) -> None:
+        self.begun = True
+        self._set_stream_headers(200)
+        self.send_header("X-Accel-Buffering", "no")
+        self.end_headers()
+
+    def _write(self, text: str) -> None:
+        self.wfile.write(text.encode())
+        self.wfile.flush()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Send an error: as the reply, or as the last event of a stream that has begun."""
+        self.close_connection = True
+        try:
+            if self.begun:
+                self._write(_event(error.body()))
+                return
+            self.connection.settimeout(WRITE_SECONDS)
+            self.reply(error.body(), error.status)
+            if self.command == "POST" and self.body is None:
+                linger(self.connection)
+        except OSError:
+            log.info("the client of %s left before its error", self.route_path)
+
+    def _set_cors_headers(self) -> None:
+        if self.headers is not None and self.headers.get("Origin"):
+            super()._set_cors_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are logged at INFO, in the server's own log; the key stands in no line."""
+        log.info("%s " + format, self.client_address[0], *args)
+
+
+def _event(packet: Mapping[str, Any] | str) -> str:
+    if isinstance(packet, str):
+        return f": {packet}\n\n"
+    if packet.keys() == {"event", "data"}:
+        return f"event: {packet['event']}\ndata: {json.dumps(packet['data'])}\n\n"
+    return f"data: {json.dumps(packet)}\n\n"
+
+
+def _no_route(method: str, path: str, methods: list[str]) -> ApiError:
+    if methods:
+        return ApiError(405, f"{path} takes {', '.join(methods)}, not {method}", code="method_not_allowed")
+    return ApiError(404, f"there is nothing at {path[:100]}", code="not_found")

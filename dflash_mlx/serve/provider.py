@@ -1,0 +1,104 @@
+"""The pair that is served, behind mlx-lm's `ModelProvider`. It is loaded once; requests can't load another."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+from mlx_lm.server import ModelProvider
+
+from ..errors import DFlashError
+from ..loading import Plan, fetch_target
+
+DEFAULT = "default_model"  # mlx-lm's name for the model of the command line
+# Families whose caches merge, but whose batched prefill does not equal the single one.
+UNBATCHED = {"nemotron_h": "its mixer ignores the lengths of padded rows"}
+
+
+class Provider(ModelProvider):
+    """mlx-lm's provider with a DFlash draft.
+
+    Attributes:
+        block_size: of a request that does not say; 1 without a draft.
+        cuttable: whether the target's caches can drop their last rows (recurrent and rotating ones can't, always).
+    """
+
+    def __init__(self, args: argparse.Namespace, plan: Plan):
+        super().__init__(args)
+        self.plan = plan
+        self.cuttable = False
+
+    @property
+    def block_size(self) -> int:
+        return min(self.cli_args.block_size or self.plan.block_size or 1, self.plan.block_size or 1)
+
+    @property
+    def public_name(self) -> str:
+        """The served model's name for clients: a repo as it is, of a folder the last part."""
+        return _public(self.plan.model)
+
+    @property
+    def public_draft(self) -> str | None:
+        return None if self.plan.draft is None else _public(self.plan.draft)
+
+    def context_length(self) -> int | None:
+        """The longest text that the target was made for, where its config says so."""
+        config = getattr(self.model, "args", None)
+        text = getattr(config, "text_config", None) or {}
+        length = getattr(config, "max_position_embeddings", None) or text.get("max_position_embeddings")
+        return length if isinstance(length, int) else None
+
+    def answers_to(self, name: str) -> bool:
+        return name in (DEFAULT, self.public_name, self.plan.model)
+
+    def load_default(self) -> None:
+        args = self.cli_args
+        if self.model is None:
+            self._load(self.plan.model, args.adapter_path, self.plan.draft)
+
+    def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
+        args = self.cli_args
+        self.model, self.draft_model, self.tokenizer = self.plan.load(
+            attn_implementation=args.attn_implementation,
+            adapter_path=adapter_path,
+            tokenizer_config=self._tokenizer_config,
+            trust_remote_code=args.trust_remote_code,
+        )
+        if args.use_default_chat_template and self.tokenizer.chat_template is None:
+            default = getattr(self.tokenizer, "default_chat_template", None)
+            if default is None:
+                raise DFlashError("--use-default-chat-template: this tokenizer has none; give --chat-template")
+            self.tokenizer.chat_template = default
+        self.model_key = (model_path, adapter_path, self.plan.draft)
+        caches = make_prompt_cache(self.model)
+        self.cuttable = all(map(_always_cuttable, caches))
+        self.is_batchable = (
+            args.decode_concurrency > 1
+            and args.kv_bits is None
+            and getattr(self.model, "model_type", None) not in UNBATCHED
+            and all(hasattr(cache, "merge") for cache in caches)
+        )
+
+    def fingerprint(self) -> str:
+        """What caches on disk must have been made with: both models' files by name, size and time, and the flags."""
+        args = self.cli_args
+        folders = [fetch_target(self.plan.model, self.plan.revision), self.plan.draft_folder, args.adapter_path]
+        facts: list[Any] = [args.kv_bits, args.kv_group_size, args.quantized_kv_start]
+        for folder in folders:
+            if folder is not None:
+                files = (f for f in sorted(Path(folder).iterdir()) if f.suffix in (".json", ".safetensors"))
+                # A file of the hub's cache is a link to a blob that is named by its content.
+                facts += [(f.name, os.path.realpath(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _always_cuttable(cache: Any) -> bool:
+    return all(map(_always_cuttable, cache.caches)) if type(cache) is CacheList else type(cache) is KVCache
+
+
+def _public(name: str) -> str:
+    return Path(name).resolve().name if Path(os.path.expanduser(name)).is_dir() else name

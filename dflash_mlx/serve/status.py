@@ -1,0 +1,52 @@
+"""The light routes: health, models, metrics. They never wait for the engine."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from .errors import ApiError
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .handler import Handler
+
+STARTED = int(time.time())
+
+
+def health(handler: Handler) -> None:
+    """`ok` when a request would be served at once, `busy` while others are, 503 when none can be."""
+    engine = handler.engine
+    if not engine.is_healthy:
+        return handler.reply({"status": "unavailable"}, 503)
+    running, queued = engine.load()
+    return handler.reply({"status": "busy" if running or queued else "ok", "running": running, "queued": queued})
+
+
+def models(handler: Handler) -> None:
+    """What can be served: the model that was loaded."""
+    handler.reply({"object": "list", "data": [_description(handler.engine)]})
+
+
+def model(handler: Handler) -> None:
+    """One model by name."""
+    name = handler.route_path.removeprefix("/v1/models/")
+    if not handler.engine.provider.answers_to(name):
+        raise ApiError(404, f"no model {name!r} here; GET /v1/models lists what is served", "model", "model_not_found")
+    handler.reply(_description(handler.engine))
+
+
+def metrics(handler: Handler) -> None:
+    """Prometheus text."""
+    handler.reply_bytes(handler.engine.metrics.text().encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+def _description(engine: Engine) -> dict[str, Any]:
+    provider = engine.provider
+    return {
+        "id": provider.public_name,
+        "object": "model",
+        "created": STARTED,
+        "owned_by": "dflash-mlx",
+        "dflash": {"draft_model": provider.public_draft, "block_size": provider.block_size},
+    }

@@ -1,0 +1,54 @@
+"""From a request to prompt ids: mlx-lm's own rendering, with errors that name the field. Knows no engine state."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from typing import Any
+
+from mlx_lm.server import CompletionRequest, GenerationArguments, ResponseGenerator
+
+from .errors import ApiError
+
+log = logging.getLogger(__name__)
+
+
+def tokenized(
+    generator: ResponseGenerator, tokenizer: Any, request: CompletionRequest, args: GenerationArguments
+) -> tuple[list[int], list[int], str]:
+    """Prompt ids, the lengths at which mlx-lm would end a segment, and the state that the text begins in.
+
+    Raises `ApiError` when the template can't render the messages, or nothing is left to feed.
+    """
+    chat = request.request_type == "chat"
+    if chat and not tokenizer.has_chat_template:
+        _check_no_template(request, args)
+    if isinstance(request.prompt, list):
+        prompt, segments, state = request.prompt, [request.prompt], "normal"
+    else:
+        try:
+            own = copy.deepcopy(request)  # the messages are rewritten in place
+            prompt, segments, _, state, _ = generator._tokenize(tokenizer, own, args)
+        except Exception as error:  # a template is the checkpoint's own code and raises what it likes
+            log.info("a prompt could not be rendered", exc_info=error)
+            raise ApiError(400, _template_message(error), "messages" if chat else "prompt") from None
+    if not prompt:
+        raise ApiError(400, "the prompt holds no tokens", "messages" if chat else "prompt")
+    return list(prompt), list(itertools.accumulate(map(len, segments)))[:-1], state
+
+
+def _check_no_template(request: CompletionRequest, args: GenerationArguments) -> None:
+    """Without a template mlx-lm's plain transcript is used, which can carry neither tools nor options."""
+    for name, value in (("tools", request.tools), ("chat_template_kwargs", args.chat_template_kwargs)):
+        if value:
+            message = f"this model has no chat template, so {name} can't be used; POST /v1/completions takes a raw prompt"
+            raise ApiError(400, message, name)
+
+
+def _template_message(error: Exception) -> str:
+    from jinja2 import TemplateError
+
+    kind = type(error).__name__
+    said = f": {error}" if isinstance(error, TemplateError) else f" ({kind})"
+    return f"the messages can't be rendered by this model's chat template{said}"
