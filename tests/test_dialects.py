@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.serve import anthropic, responses
-from dflash_mlx.serve.dialect import FieldError, encode, whole
+from dflash_mlx.serve.dialect import FieldError, whole
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
@@ -117,14 +117,13 @@ FUZZ = settings(max_examples=300, deadline=None, derandomize=True, suppress_heal
 
 
 def events(answer, chunks):
-    """What goes over the wire, read back."""
-    sent = [encode(e) for e in answer.start()]
+    """The data of all events, as sent at that moment."""
+    sent = [copy.deepcopy(event) for event in answer.start()]
     for chunk in chunks:
-        sent += [encode(e) for e in answer.chunk(chunk)]
-    sent += [encode(e) for e in answer.end()]
-    read = [json.loads(event.decode().split("\ndata: ")[1]) for event in sent]
-    assert [event.decode().split("\n")[0] for event in sent] == [f"event: {data['type']}" for data in read]
-    return read
+        sent += [copy.deepcopy(event) for event in answer.chunk(chunk)]
+    sent += [copy.deepcopy(event) for event in answer.end()]
+    assert [name for name, _ in sent] == [data["type"] for _, data in sent]
+    return [data for _, data in sent]
 
 
 def ended(reason, **choice):
@@ -278,9 +277,10 @@ def test_stop_reasons(reason, choice, stop_reason, stop_sequence):
     assert delta == {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
 
 
-def test_one_call_at_a_time_when_asked():
-    message = whole(anthropic.Answer(ask(tool_choice={"type": "auto", "disable_parallel_tool_use": True})), WHOLE)
-    assert [block.get("id") for block in message["content"]] == [None, None, "call_1"]
+def test_one_call_at_a_time_is_asked_of_the_chat_route():
+    chat = anthropic.to_chat(ask(tool_choice={"type": "auto", "disable_parallel_tool_use": True}))
+    assert chat["parallel_tool_calls"] is False
+    assert responses.to_chat({**REQUEST, "parallel_tool_calls": False})["parallel_tool_calls"] is False
 
 
 def test_an_answer_that_breaks_off_says_so():
@@ -406,8 +406,3 @@ def test_tools_of_a_namespace_keep_their_names_apart():
     plain, spaced = events(responses.Answer(request), [chunk])[-1]["response"]["output"]
     assert (plain["name"], plain.get("namespace")) == ("weather", None)
     assert (spaced["name"], spaced.get("namespace")) == ("weather", "sky")
-
-
-def test_one_function_call_when_parallel_calls_are_off():
-    response = whole(responses.Answer({**REQUEST, "parallel_tool_calls": False}), WHOLE)
-    assert [item.get("call_id") for item in response["output"]] == [None, None, "call_1"]

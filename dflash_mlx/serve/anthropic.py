@@ -13,6 +13,7 @@ from typing import Any
 
 from .dialect import (
     EXTRA,
+    Dialect,
     Event,
     FieldError,
     Json,
@@ -28,6 +29,7 @@ from .dialect import (
     thinking_options,
     typed,
 )
+from .errors import ApiError
 
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", *EXTRA)
 # Hints about cost, caching and bookkeeping, which change no answer of a local model.
@@ -61,15 +63,17 @@ def to_chat(request: Json) -> Json:
         chat["stop"] = typed(request["stop_sequences"], list, "stop_sequences")
     if tools := _tools(request):
         chat["tools"] = tools
+    if request.get("tool_choice", {}).get("disable_parallel_tool_use"):
+        chat["parallel_tool_calls"] = False
     _thinking(request, chat)
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
 
 
-def error(status: int, message: str, field: str | None = None) -> Json:
-    """An error in the dialect's shape; the field's name is in the message."""
-    return {"type": "error", "error": {"type": ERROR_TYPES.get(status, "api_error"), "message": message}}
+def error_body(error: ApiError) -> Json:
+    """An error in the dialect's shape; the field is named in the message."""
+    return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, "api_error"), "message": str(error)}}
 
 
 def _messages(request: Json) -> list[Json]:
@@ -157,9 +161,7 @@ class Answer:
             "model": request.get("model", "default_model"), "content": [], "stop_reason": None, "stop_sequence": None,
             "usage": _usage({}),
         }  # fmt: skip
-        self._one_call = bool((request.get("tool_choice") or {}).get("disable_parallel_tool_use"))
         self._open = False
-        self._calls = 0
 
     def start(self) -> Iterator[Event]:
         yield _event("message_start", message={**self.body, "content": []})
@@ -190,7 +192,7 @@ class Answer:
         yield _event("message_stop")
 
     def fail(self, message: str) -> Iterator[Event]:
-        yield "error", error(500, message)
+        yield "error", error_body(ApiError(500, message))
 
     def _text(self, kind: str, text: str | None) -> Iterator[Event]:
         if not text:
@@ -202,9 +204,6 @@ class Answer:
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _call(self, call: Json) -> Iterator[Event]:
-        self._calls += 1
-        if self._one_call and self._calls > 1:
-            return
         function = call["function"]
         yield from self._begin({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
         self.body["content"][-1]["input"] = json.loads(function["arguments"])
@@ -244,3 +243,6 @@ def _usage(usage: Json) -> Json:
         "cache_read_input_tokens": cached,
         "output_tokens": usage.get("completion_tokens", 0),
     }
+
+
+DIALECT = Dialect(to_chat, Answer, {"stop": "stop_sequences"}, error_body)

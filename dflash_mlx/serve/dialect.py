@@ -8,7 +8,8 @@ HTTP and no model.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from .errors import ApiError
@@ -20,7 +21,8 @@ Event = tuple[str, Json]  # name and data of a server-sent event
 # Fields of the chat route that neither dialect has; carried over as they are.
 EXTRA = (
     "min_p", "seed", "logit_bias", "repetition_penalty", "repetition_context_size", "presence_penalty",
-    "frequency_penalty", "chat_template_kwargs",
+    "presence_context_size", "frequency_penalty", "frequency_context_size", "xtc_probability", "xtc_threshold",
+    "chat_template_kwargs", "block_size", "num_draft_tokens",
 )  # fmt: skip
 
 
@@ -47,6 +49,20 @@ class Answer(Protocol):
         """Events that end an answer the engine could not finish."""
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """The parts of a dialect.
+
+    Attributes:
+        fields: what it calls a field of the chat route, where that differs. error_body: an error in its shape.
+    """
+
+    to_chat: Callable[[Json], Json]
+    answer: Callable[[Json], Answer]
+    fields: Mapping[str, str]
+    error_body: Callable[[ApiError], Json] = ApiError.body
+
+
 def whole(answer: Answer, response: Json) -> Json:
     """A chat response that was not streamed, in the answer's dialect: it is a stream of one chunk."""
     choices = [{**choice, "delta": choice.get("message", {})} for choice in response["choices"]]
@@ -54,11 +70,6 @@ def whole(answer: Answer, response: Json) -> Json:
         for _ in events:
             pass
     return answer.body
-
-
-def encode(event: Event) -> bytes:
-    """An event as it goes over the wire."""
-    return f"event: {event[0]}\ndata: {json.dumps(event[1], ensure_ascii=False)}\n\n".encode()
 
 
 def given(request: Mapping[str, Any]) -> Json:
@@ -162,7 +173,6 @@ def _paragraphs(*texts: str) -> str:
 
 def thinking_options(chat: Json, thinks: bool | None, effort: str | None) -> None:
     """What templates call thinking; options that a template does not know change nothing."""
-    options = {"enable_thinking": thinks, "reasoning_effort": effort}
-    options = {**given(options), **chat.get("chat_template_kwargs", {})}
-    if options:
+    own = typed(chat.get("chat_template_kwargs", {}), dict, "chat_template_kwargs")
+    if options := {**given({"enable_thinking": thinks, "reasoning_effort": effort}), **own}:
         chat["chat_template_kwargs"] = options

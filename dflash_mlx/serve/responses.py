@@ -14,6 +14,7 @@ from typing import Any
 
 from .dialect import (
     EXTRA,
+    Dialect,
     Event,
     FieldError,
     Json,
@@ -29,15 +30,15 @@ from .dialect import (
     typed,
 )
 
-SAME = ("model", "temperature", "top_p", "stream", "top_k", "stop", *EXTRA)
+SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_k", "stop", *EXTRA)
 # Hints about cost, caching, safety and bookkeeping, which change no answer of a local model.
 HINTS = (
     "metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "client_metadata", "max_tool_calls", "stream_options",
 )  # fmt: skip
 KNOWN = (
-    *SAME, *HINTS, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "parallel_tool_calls",
-    "reasoning", "text", "truncation", "include", "store", "background", "top_logprobs",
+    *SAME, *HINTS, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "reasoning", "text",
+    "truncation", "include", "store", "background", "top_logprobs",
 )  # fmt: skip
 NOT_STORED = "responses are not stored here; send the whole conversation as input"
 REFUSED = {
@@ -58,7 +59,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 TEXT = ("input_text", "output_text", "text")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-ERROR_CODES = {401: "invalid_api_key", 404: "model_not_found", 413: "request_too_large"}
 
 
 def to_chat(request: Json) -> Json:
@@ -86,12 +86,6 @@ def to_chat(request: Json) -> Json:
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
-
-
-def error(status: int, message: str, field: str | None = None) -> Json:
-    """An error in the dialect's shape."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": field, "code": ERROR_CODES.get(status)}}
 
 
 def _messages(request: Json) -> list[Json]:
@@ -256,9 +250,6 @@ class Answer:
 
     def _call(self, call: Json) -> Iterator[Event]:
         yield from self._close("completed")
-        one = not self.body["parallel_tool_calls"]
-        if one and any(item["type"] == "function_call" for item in self.body["output"]):
-            return
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         item: Json = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress", "arguments": ""}
         item |= {"call_id": call["id"], "name": name, **self._spaces.get(name, {})}
@@ -300,3 +291,6 @@ def _usage(usage: Json) -> Json:
         "output_tokens_details": {"reasoning_tokens": thought},
         "total_tokens": usage.get("total_tokens", 0),
     }
+
+
+DIALECT = Dialect(to_chat, Answer, {"messages": "input", "max_tokens": "max_output_tokens"})

@@ -1,4 +1,4 @@
-"""The page at `/`: three static files and the headers that confine them. Knows no model and no HTTP server.
+"""The page at `/`: three static files and the headers that confine them. Knows no model.
 
 The policy lets the page load from and reach this server only, run no inline script and stand in no frame; so what a
 model writes can become text, never code.
@@ -6,8 +6,11 @@ model writes can become text, never code.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..handler import Handler
 
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -23,10 +26,7 @@ HEADERS = {
 }
 
 
-@cache
-def page_file(path: str) -> tuple[bytes, dict[str, str]] | None:
-    """Content and headers of a file of the page, or None for another path."""
-    if path not in FILES:
-        return None
-    name, kind = FILES[path]
-    return files(__name__).joinpath(name).read_bytes(), {"Content-Type": kind, **HEADERS}
+def answer(handler: Handler) -> None:
+    """GET one of the files; they hold no secret, so that the page can ask for the key."""
+    name, kind = FILES[handler.route_path]
+    handler.reply_bytes(files(__name__).joinpath(name).read_bytes(), kind, headers=HEADERS)

@@ -128,7 +128,9 @@ async function connect() {
     const [{ id, dflash }] = data;
     state.model = id;
     $("model").textContent = id;
-    $("draft").textContent = dflash?.draft_model ? `draft ${dflash.draft_model}` : "no draft";
+    state.template = dflash.chat_template;
+    say("note", state.template ? "" : "This model has no chat template: it goes on with the raw text of the conversation.");
+    $("draft").textContent = dflash.draft_model ? `draft ${dflash.draft_model}` : "no draft";
     say("error", "");
   } catch (error) {
     $("model").textContent = "not connected";
@@ -148,7 +150,7 @@ function body(messages) {
     temperature: Number($("temperature").value),
     max_tokens: Number($("max-tokens").value),
     stream: true,
-    stream_options: { include_usage: true },
+    stream_options: { include_usage: true, include_dflash: true },
   };
   if (state.template) return { ...options, messages };
   return { ...options, prompt: messages.map(({ content }) => content).join("") };
