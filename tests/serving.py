@@ -65,7 +65,10 @@ def token_id(text: str) -> int:
 
 def save_scripted_pair(folder: Path) -> tuple[Path, Path]:
     """A target that says `SCRIPT`, token by token, and a random draft for it."""
-    config = {**target_config("qwen3-untied", layers=4, vocab=VOCAB, hidden=VOCAB), "eos_token_id": token_id("<|im_end|>")}
+    config = {
+        **target_config("qwen3-untied", layers=4, vocab=VOCAB, hidden=VOCAB),
+        "eos_token_id": token_id("<|im_end|>"),
+    }
     from mlx_lm.models.qwen3 import Model, ModelArgs
 
     model = randomised(Model(ModelArgs.from_dict(config)), mx.float32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import mlx.core as mx
 import pytest
@@ -26,21 +28,30 @@ def target(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(target):
-    with ServerProcess("--model", target, "--draft-model", "demo") as process:
-        yield process
+def servers(target):
+    """With a draft, without one, and mlx-lm's own, started at the same time."""
+    flags = [{"draft": "demo"}, {"draft": "none"}, {"plain": True}]
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        yield [stack.enter_context(process) for process in pool.map(lambda f: start(target, **f), flags)]
+
+
+def start(target, draft=None, plain=False):
+    return ServerProcess("--model", target, *(["--draft-model", draft] if draft else []), plain=plain)
 
 
 @pytest.fixture(scope="module")
-def undrafted(target):
-    with ServerProcess("--model", target, "--draft-model", "none") as process:
-        yield process
+def server(servers):
+    return servers[0]
 
 
 @pytest.fixture(scope="module")
-def plain(target):
-    with ServerProcess("--model", target, plain=True) as process:
-        yield process
+def undrafted(servers):
+    return servers[1]
+
+
+@pytest.fixture(scope="module")
+def plain(servers):
+    return servers[2]
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +72,13 @@ def scripted(request, tmp_path_factory):
 def test_text_equals_the_command_and_mlx_lms_server(server, undrafted, plain, demo_pair):
     model, draft, tokenizer = demo_pair
     for prompt in PROMPTS:
-        reply = server.complete(prompt, max_tokens=40)
+        reply = server.complete(prompt, max_tokens=30)
         text = reply["choices"][0]["text"]
-        assert text == generate(model, tokenizer, prompt, max_tokens=40, draft_model=draft)
+        assert text == generate(model, tokenizer, prompt, max_tokens=30, draft_model=draft)
         assert reply["dflash"]["ran"] == "dflash"
         assert reply["dflash"]["draft_used"]
-        assert undrafted.complete(prompt, max_tokens=40)["choices"][0]["text"] == text
-        theirs = plain.complete(prompt, max_tokens=40)["choices"][0]["text"]
+        assert undrafted.complete(prompt, max_tokens=30)["choices"][0]["text"] == text
+        theirs = plain.complete(prompt, max_tokens=30)["choices"][0]["text"]
         assert text in (theirs, f" {theirs}"), "mlx-lm's detokenizer drops one leading space"
 
 
@@ -98,14 +109,13 @@ def test_chat_logprobs_and_usage_equal_mlx_lms_server(server, plain):
     ],
 )
 def test_options_say_the_same_with_a_draft_and_without(server, undrafted, fields):
-    for prompt in PROMPTS[:2]:
-        # The second time the prompt's caches are there: a hit must not change a penalty or the noise.
-        texts = {
-            process.complete(prompt, max_tokens=32, **fields)["choices"][0]["text"]
-            for process in (server, undrafted, server)
-        }
-        assert len(texts) == 1
-        assert not any(stop in text for stop in fields.get("stop", []) for text in texts)
+    # The second time the prompt's caches are there: a hit must not change a penalty or the noise.
+    texts = {
+        process.complete(PROMPTS[1], max_tokens=24, **fields)["choices"][0]["text"]
+        for process in (server, undrafted, server)
+    }
+    assert len(texts) == 1
+    assert not any(stop in text for stop in fields.get("stop", []) for text in texts)
 
 
 def test_greedy_options_equal_mlx_lms_server(server, plain):

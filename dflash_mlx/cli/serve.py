@@ -22,6 +22,13 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 500MB or 2GB") from None
 
 
+def port(text: str) -> int:
+    """An argparse type: a port number; 0 for a free one."""
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port, 0 to 65535")
+    return int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser)
     _add_decoding(parser)
@@ -55,9 +62,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
 def _add_caches(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("caches")
     group.add_argument("--prompt-cache-size", type=at_least(1), default=16, help="prompt caches (default: 16)")
-    group.add_argument(
-        "--prompt-cache-bytes", type=size, default="4GB", help="memory for prompt caches (default: 4GB)"
-    )
+    group.add_argument("--prompt-cache-bytes", type=size, default="4GB", help="memory for prompt caches (default: 4GB)")
     group.add_argument("--prompt-cache-dir", type=Path, help="keep prompt caches there as well, over restarts")
     group.add_argument(
         "--prompt-cache-dir-bytes", type=size, default="20GB", help="most that folder may hold (default: 20GB)"
@@ -70,7 +75,7 @@ def _add_caches(parser: argparse.ArgumentParser) -> None:
 def _add_access(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("access")
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
-    group.add_argument("--port", type=at_least(0), default=8080, help="default: %(default)s; 0 takes a free one")
+    group.add_argument("--port", type=port, default=8080, help="default: %(default)s; 0 takes a free one")
     group.add_argument("--api-key", help=f"asked of every request but /health; or ${KEY_VARIABLE}, which ps can't see")
     group.add_argument(
         "--allowed-origins", type=lambda text: text.split(","), default=[], help="web pages that may use it; * for any"

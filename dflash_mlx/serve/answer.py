@@ -73,4 +73,5 @@ class Answer:
             self.called += len(calls)
             yield Part("tool", calls=calls)
         elif text:  # it can't be parsed: the client sees what was written
-            yield Part("normal", f"{self.tokenizer.tool_call_start}{text}{self.tokenizer.tool_call_end if closed else ''}")
+            end = self.tokenizer.tool_call_end if closed else ""
+            yield Part("normal", f"{self.tokenizer.tool_call_start}{text}{end}")

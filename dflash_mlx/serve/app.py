@@ -10,7 +10,6 @@ import threading
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from mlx_lm.server import get_system_fingerprint
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..errors import DFlashError
@@ -64,7 +63,6 @@ def serve(args: argparse.Namespace, plan: Plan) -> int:
         )
     maybe_set_recommended_wired_limit()
     engine = Engine(Provider(args, plan), args)
-    engine.system_fingerprint = get_system_fingerprint()
     try:
         server = _bound(args.host, args.port, engine)
         engine.loaded.wait()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any, cast
+
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 from mlx_lm.server import _make_logits_processors, _make_sampler
@@ -41,9 +44,9 @@ class Batch:
         stops = [b for b in job.boundaries if hit.held < b < len(job.tokens)]
         edges = [hit.held, *stops, len(job.tokens)]
         (uid,) = self.generator.insert_segments(
-            segments=[[job.tokens[a:b] for a, b in zip(edges, edges[1:], strict=False)]],
+            segments=[[job.tokens[a:b] for a, b in itertools.pairwise(edges)]],
             max_tokens=[job.left],
-            caches=[hit.target],
+            caches=cast(Any, [hit.target]),  # None: it makes a fresh one
             all_tokens=[job.tokens[: hit.held]],
             samplers=[_make_sampler(job.args, self.provider.tokenizer)],
             logits_processors=[_make_logits_processors(job.args)],

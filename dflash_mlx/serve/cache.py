@@ -98,12 +98,13 @@ class CacheStore:
         entry = Entry(np.asarray(tokens, np.int32), target, draft or None)
         if entry.nbytes > self.max_bytes or not len(entry.tokens):
             return
-        covers = all(map(can_be_cut, target))
-        for other in [*self.entries]:
-            shared = _shared(other.tokens, entry.tokens)
-            same = shared == len(other.tokens) == len(entry.tokens)
-            if same or (covers and shared == len(other.tokens)):
-                self._forget(other)
+        for other in self._covered_by(entry):
+            if len(other.tokens) == len(entry.tokens):
+                entry.file = other.file
+            elif other.file is not None:  # it goes when this one has been written
+                other.target = other.draft = None
+                continue
+            self.entries.remove(other)
         self.entries.append(entry)
         self._shrink()
 
@@ -118,6 +119,16 @@ class CacheStore:
         entry = next((e for e in reversed(self.entries) if e.file is None and e.target is not None), None)
         return entry is not None and self._write(entry)
 
+    def _covered_by(self, entry: Entry) -> list[Entry]:
+        """Other entries that hold the same tokens, or a beginning of them where the caches can be cut to it."""
+        assert entry.target is not None
+        shortest = 0 if all(map(can_be_cut, entry.target)) else len(entry.tokens)
+        return [
+            other
+            for other in self.entries
+            if other is not entry and shortest <= len(other.tokens) == _shared(other.tokens, entry.tokens)
+        ]
+
     def _write(self, entry: Entry) -> bool:
         assert self.disk is not None
         assert entry.target is not None
@@ -127,6 +138,8 @@ class CacheStore:
                 other.file = None
                 if other.target is None:
                     self.entries.remove(other)
+        for other in self._covered_by(entry) if entry.file else ():
+            self._forget(other)
         if entry.file is None:  # it can't be written at all; said in the log
             self.disk = None
         return entry.file is not None

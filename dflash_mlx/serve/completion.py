@@ -120,7 +120,7 @@ class Completion:
         logprobs = get("logprobs", False)
         best = 0 if isinstance(logprobs, bool) else logprobs  # a number is the text route's way to ask for the best
         return GenerationArguments(
-            model=ModelDescription(self.model, DEFAULT, None),
+            model=ModelDescription(self.model, DEFAULT, ""),
             sampling=SamplingArguments(
                 get("temperature", cli.temp),
                 get("top_p", cli.top_p),

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -109,7 +109,7 @@ class DiskTier:
         """What was written beside the caches; None for a file that is damaged."""
         try:
             # mx.load reads tensors only when they are used.
-            _, flat = mx.load(str(file), return_metadata=True)  # type: ignore[misc]
+            flat = cast(tuple[Any, dict[str, str]], mx.load(str(file), return_metadata=True))[1]
         except (RuntimeError, ValueError) as error:
             log.warning("%s is damaged and goes: %s", file.name, error)
             return None

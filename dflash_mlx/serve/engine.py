@@ -15,11 +15,11 @@ import gc
 import logging
 import threading
 from collections import deque
-from queue import Empty
+from queue import Empty, Queue
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.server import CompletionRequest, GenerationArguments, ResponseGenerator
+from mlx_lm.server import CompletionRequest, GenerationArguments, ResponseGenerator, get_system_fingerprint
 
 from ..decode.stop import StopStrings
 from ..decode.text import TextStream
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 LONE_STEPS = 16  # in a batch of one before it goes back to the draft
 IDLE_SECONDS = 0.1
+GOING_DOWN = ApiError(503, "the server is going down", code="unavailable")
 
 
 class Engine(ResponseGenerator):
@@ -53,15 +54,31 @@ class Engine(ResponseGenerator):
     def __init__(self, provider: Provider, args: argparse.Namespace):
         self.provider, self.args = provider, args
         self.metrics = Metrics(self)
+        self.system_fingerprint = get_system_fingerprint()
         self.waiting: deque[Job] = deque()
         self.batch: Batch | None = None
         self.running: Job | None = None
         self.loaded = threading.Event()
         self.load_error: Exception | None = None
         self._tokenizing = threading.Lock()
-        super().__init__(provider, prompt_cache=None)  # starts the thread
+        # Not mlx-lm's constructor: it starts a thread that ends. MLX's thread-local caches take Python's lock when
+        # their thread ends, which aborts a process that is ending as well; ours is parked instead (`_live`).
+        self.model_provider = provider
+        self.requests: Queue[Job] = Queue()
+        self._stop = self._generation_failed = False
+        self._ended = threading.Event()
+        self._generation_thread = threading.Thread(target=self._live, daemon=True)
+        self._generation_thread.start()
+
+    def stop_and_join(self) -> None:
+        """End what runs, write what is to be kept, drop the models."""
+        self._stop = True
+        self._ended.wait()
 
     # Asked by the threads of connections -------------------------------------------------------------------
+
+    def generation_available(self) -> bool:
+        return not self._ended.is_set()
 
     @property
     def is_healthy(self) -> bool:
@@ -118,6 +135,16 @@ class Engine(ResponseGenerator):
         self.requests.put(job)
 
     # The engine's thread -----------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        try:
+            self._generate()
+        except Exception:
+            log.exception("the engine died")
+        finally:
+            self.loaded.set()
+            self._ended.set()
+            threading.Event().wait()  # for ever, see the constructor
 
     def _generate(self) -> None:
         try:
@@ -185,7 +212,7 @@ class Engine(ResponseGenerator):
                 return self._join(job, start)
             self._end(job, "ok")
         except ClientGone as gone:
-            job.send(gone)
+            job.send(GOING_DOWN if self._stop else gone)
             self._end(job, "cancelled")
         except Exception as error:
             self._fail(job, error)
@@ -253,12 +280,13 @@ class Engine(ResponseGenerator):
         self._end(job, "error")
 
     def _end(self, job: Job, outcome: str) -> None:
+        self.metrics.prompt_cache_bytes = self.store.nbytes
         self.metrics.observe(job, outcome)
 
     def _close(self) -> None:
         """Models and caches are dropped by the thread that made them."""
         for job in [*self.waiting, *(self.batch.jobs.values() if self.batch else ())]:
-            job.send(ApiError(503, "the server is going down", code="unavailable"))
+            job.send(GOING_DOWN)
         self._leave_batch()
         while self.store.write_one():
             pass

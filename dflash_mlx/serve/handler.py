@@ -182,8 +182,14 @@ class Handler(APIHandler):
         except OSError:
             log.info("the client of %s left before its error", self.route_path)
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the HTTP parser refuses, as an error object too."""
+        self.request_version = self.protocol_version  # it may not have got as far as to know it
+        self._refuse(ApiError(int(code), message or "not a request that can be read"))
+
     def _set_cors_headers(self) -> None:
-        if self.headers is not None and self.headers.get("Origin"):
+        headers = getattr(self, "headers", None)  # there are none yet when a request line can't be read
+        if headers is not None and headers.get("Origin"):
             super()._set_cors_headers()
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -8,7 +8,8 @@ import ipaddress
 import select
 import socket
 import time
-from collections.abc import Mapping
+from email.message import Message
+from typing import Any
 from urllib.parse import urlsplit
 
 from .errors import ApiError
@@ -28,7 +29,7 @@ class DeadlineReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def, override]
+    def readinto(self, buffer: Any) -> int:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the request took too long to arrive")
@@ -62,7 +63,7 @@ def linger(connection: socket.socket) -> None:
         return  # it left by itself
 
 
-def check_key(headers: Mapping[str, str], key: str | None) -> None:
+def check_key(headers: Message, key: str | None) -> None:
     """Raise `ApiError` 401 unless the request carries the key; the comparison takes the same time for any guess."""
     if key is None:
         return
@@ -72,7 +73,7 @@ def check_key(headers: Mapping[str, str], key: str | None) -> None:
         raise ApiError(401, "a valid API key is needed: Authorization: Bearer ...", code="invalid_api_key")
 
 
-def check_origin(headers: Mapping[str, str], allowed: list[str]) -> None:
+def check_origin(headers: Message, allowed: list[str]) -> None:
     """Raise `ApiError` 403 for a web page of another site, which could otherwise use a server on this machine."""
     origin = headers.get("Origin")
     if origin is None or "*" in allowed or origin in allowed or urlsplit(origin).netloc == headers.get("Host"):
@@ -80,7 +81,7 @@ def check_origin(headers: Mapping[str, str], allowed: list[str]) -> None:
     raise ApiError(403, "pages of this origin may not use this server: --allowed-origins", code="origin_not_allowed")
 
 
-def check_host(headers: Mapping[str, str], guarded: bool) -> None:
+def check_host(headers: Message, guarded: bool) -> None:
     """Raise `ApiError` 403 for a name that merely resolves to this machine (DNS rebinding).
 
     Args:

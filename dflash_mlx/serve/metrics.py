@@ -41,7 +41,7 @@ class Metrics:
         self.engine = engine
         self.started = time.perf_counter()
         self._lock = threading.Lock()
-        self._counts = {name: 0.0 for name, (kind, _) in TABLE.items() if kind == "counter" and name != "requests_total"}
+        self._counts = {name: 0.0 for name, (kind, _) in TABLE.items() if kind == "counter"}
         self._requests: dict[tuple[str, str], int] = {}
         self._bonus = 0
         self.prompt_cache_bytes = 0

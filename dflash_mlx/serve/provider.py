@@ -27,6 +27,11 @@ class Provider(ModelProvider):
         cuttable: whether the target's caches can drop their last rows (recurrent and rotating ones can't, always).
     """
 
+    model: Any  # mlx-lm's constructor sets them to None
+    tokenizer: Any
+    draft_model: Any
+    model_key: Any
+
     def __init__(self, args: argparse.Namespace, plan: Plan):
         super().__init__(args)
         self.plan = plan

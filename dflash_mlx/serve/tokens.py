@@ -42,7 +42,9 @@ def _check_no_template(request: CompletionRequest, args: GenerationArguments) ->
     """Without a template mlx-lm's plain transcript is used, which can carry neither tools nor options."""
     for name, value in (("tools", request.tools), ("chat_template_kwargs", args.chat_template_kwargs)):
         if value:
-            message = f"this model has no chat template, so {name} can't be used; POST /v1/completions takes a raw prompt"
+            message = (
+                f"this model has no chat template, so {name} can't be used; POST /v1/completions takes a raw prompt"
+            )
             raise ApiError(400, message, name)
 
 

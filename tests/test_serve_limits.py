@@ -1,0 +1,207 @@
+"""The server and hostile, broken or mistaken clients: the right status, one error object, and nobody else is harmed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import pytest
+from serving import ServerProcess
+
+from dflash_mlx.cli import main
+from dflash_mlx.serve import limits
+
+KEY = "sesame-open"
+
+
+@pytest.fixture(scope="module")
+def server():
+    flags = ["--model", "demo", "--max-body-bytes", "100KB", "--max-prompt-tokens", "200"]
+    with ServerProcess(*flags) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def locked():
+    with ServerProcess("--model", "demo", "--host", "0.0.0.0", env={"DFLASH_API_KEY": KEY}) as process:
+        yield process
+
+
+def refused(server, body, status=400, path="/v1/chat/completions", headers=None):
+    """The error object of a request that must fail."""
+    got, reply = server.request("POST", path, body, headers)
+    assert got == status, reply
+    assert reply["error"].keys() == {"message", "type", "param", "code"}
+    assert "/" not in reply["error"]["message"].replace("/v1/", ""), "no path of this machine"
+    return reply["error"]
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]}, "messages[0].content[1]"),
+        ({"n": 2}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"grammar": "root ::= x"}, "grammar"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # the demo has no chat template
+        ({"prompt": "text"}, "prompt"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"seed": 1.5}, "seed"),
+        ({"stop": [1]}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"block_size": 64}, "block_size"),
+        ({"draft_model": "other"}, "draft_model"),
+        ({"adapters": "some"}, "adapters"),
+        ({"stream_options": {"x": 1}}, "stream_options.x"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "user", "content": "word " * 400}]}, "messages"),
+    ],
+)
+def test_what_can_not_be_done_is_refused_by_name(server, fields, param):
+    for stream in (False, True):
+        assert refused(server, {"messages": MESSAGES, "stream": stream, **fields})["param"] == param
+
+
+def test_what_asks_for_nothing_is_accepted(server):
+    harmless = {
+        "user": "u", "metadata": {}, "store": True, "service_tier": "auto", "n": 1, "response_format": {"type": "text"},
+        "parallel_tool_calls": True, "tools": [], "logprobs": None, "stop": None, "seed": None, "best_of": None,
+        "presence_penalty": 0, "frequency_penalty": 0, "top_p": 1, "tool_choice": "auto", "modalities": ["text"],
+    }  # fmt: skip
+    assert server.chat(MESSAGES, max_tokens=2, **harmless)["usage"]["completion_tokens"] <= 2
+
+
+def test_bad_bodies_and_paths(server):
+    assert refused(server, b"{nope")["code"] == "invalid_json"
+    assert refused(server, b"\xff\xfe{")["code"] == "invalid_json"
+    assert refused(server, b"[" * 50_000)["code"] == "invalid_json"
+    assert "object" in refused(server, [1, 2])["message"]
+    assert refused(server, {"messages": MESSAGES, "temperature": float("nan")})["param"] == "temperature"
+    assert refused(server, b"x" * 200_000, 413)["code"] == "body_too_large"
+    assert refused(server, {}, 404, "/v1/embeddings")["code"] == "not_found"
+    assert refused(server, {}, 405, "/v1/models")["code"] == "method_not_allowed"
+    assert refused(server, {"messages": MESSAGES, "model": "gpt-9"}, 404)["code"] == "model_not_found"
+    assert refused(server, {"prompt": ""}, path="/v1/completions")["param"] == "prompt"
+    assert refused(server, {"prompt": ["a", "b"]}, path="/v1/completions")["param"] == "prompt"
+    assert refused(server, {"prompt": [999999]}, path="/v1/completions")["param"] == "prompt"
+    assert server.request("GET", "/v1/models/gpt-9")[0] == 404
+    assert server.request("HEAD", "/health")[0] == 200
+
+
+def raw(server, text, wait=5.0):
+    """Send bytes as they are; the status line of the answer."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=wait) as connection:
+        connection.sendall(text)
+        return connection.recv(100).split(b"\r\n")[0]
+
+
+def test_raw_sockets_get_a_status(server):
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    assert b"411" in raw(server, post + b"\r\n")
+    assert b"411" in raw(server, post + b"Transfer-Encoding: chunked\r\n\r\n")
+    assert b"400" in raw(server, post + b"Content-Length: x\r\n\r\n")
+    assert b"400" in raw(server, post + b"Content-Length: -5\r\n\r\n")
+    assert b"413" in raw(server, post + b"Content-Length: 99999999999999999999999\r\n\r\n")
+    assert b"400" in raw(server, b"nonsense\r\n\r\n")
+    assert b"414" in raw(server, b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n")
+    assert b"403" in raw(server, b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n"), "DNS rebinding"
+
+
+def test_a_page_of_another_site_may_not_use_it_and_one_that_is_allowed_may(server):
+    origin = {"Origin": "https://evil.example"}
+    assert refused(server, {"messages": MESSAGES}, 403, headers=origin)["code"] == "origin_not_allowed"
+    own = {"Origin": server.url, "Host": f"127.0.0.1:{server.port}"}
+    assert server.request("GET", "/v1/models", headers=own)[0] == 200
+    assert server.request("OPTIONS", "/v1/models", headers=origin)[0] == 403
+
+
+def test_the_key_is_asked_for_everywhere_but_at_health(locked):
+    assert any("WARNING" in line for line in locked.lines) is False, "a key was given"
+    for path in ("/v1/models", "/metrics", "/nowhere"):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "ключ".encode().decode("latin-1")}):
+            status, reply = locked.request("GET", path, headers=headers)
+            assert status == 401
+            assert KEY not in json.dumps(reply)
+    assert refused(locked, {"messages": MESSAGES}, 401)["code"] == "invalid_api_key"
+    assert locked.request("GET", "/health")[0] == 200
+    assert locked.request("GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}"})[0] == 200
+    assert locked.request("GET", "/v1/models", headers={"x-api-key": KEY})[0] == 200
+    body = {"messages": MESSAGES, "max_tokens": 2}
+    assert locked.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {KEY}"})[0] == 200
+    assert not any(KEY in line for line in locked.lines)
+
+
+def test_models_are_listed_without_a_hub_cache(locked):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with ServerProcess("--model", "demo", env={"HF_HUB_CACHE": "/nonexistent", "HF_HOME": "/nonexistent"}) as process:
+        status, reply = process.request("GET", "/v1/models", headers=headers)
+        assert (status, reply["data"][0]["id"]) == (200, "demo")
+        assert process.stop() == 143, "SIGTERM ends it"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--block-size", "40"], "--block-size"),
+        (["--pipeline"], "--pipeline"),
+        (["--host", "256.0.0.1"], "--host"),
+        (["--prompt-cache-dir", "/proc/none"], "--prompt-cache-dir"),
+        (["--draft-model", "/missing/draft"], "draft"),
+    ],
+)
+def test_flags_that_can_not_be_obeyed_end_in_one_line(capsys, flags, said):
+    assert main(["serve", "--model", "demo", "--port", "0", *flags]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("dflash-mlx: error:")
+    assert said in last
+
+
+def test_a_port_that_is_taken_or_none_is_refused(capsys, server):
+    assert main(["serve", "--model", "demo", "--port", str(server.port)]) == 1
+    assert f"--port {server.port}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "--model", "demo", "--port", "99999"])
+    assert "no port" in capsys.readouterr().err
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_cut_off():
+    ours, theirs = socket.socketpair()
+    reader = limits.DeadlineReader(ours, seconds=0.3)
+    buffer, start = bytearray(10), time.monotonic()
+
+    def drip():
+        while time.monotonic() - start < 5:
+            theirs.send(b"x")
+            assert reader.readinto(buffer) == 1
+            time.sleep(0.05)
+
+    with pytest.raises(TimeoutError):
+        drip()
+    assert time.monotonic() - start < 2
+    ours.close()
+    theirs.close()
+
+
+def test_a_host_that_others_reach_is_warned_about_without_a_key():
+    with ServerProcess("--model", "demo", "--host", "0.0.0.0", env={"DFLASH_API_KEY": ""}) as process:
+        assert any(line.startswith("WARNING") and "--api-key" in line for line in process.lines)

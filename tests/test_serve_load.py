@@ -1,0 +1,230 @@
+"""The server under load: clients that leave, requests that fail, many at once, and what answers meanwhile."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from serving import ServerProcess
+
+LONG = {"prompt": "def f(x):\n", "max_tokens": 1500, "logit_bias": {"0": -100}}  # no end token: about 20 s
+PREFILL = {"prompt": "x = 1\n" * 300, "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ServerProcess("--model", "demo", "--prefill-step-size", "16") as process:
+        yield process
+
+
+def send(server, body):
+    """A connection with a request on it; nothing is read."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def busy(server):
+    return server.request("GET", "/health")[1]["status"] == "busy"
+
+
+def until_busy(server):
+    for _ in range(200):
+        if busy(server):
+            return
+        time.sleep(0.01)
+    raise AssertionError("the request did not start")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("body", [LONG, PREFILL], ids=["decode", "prefill"])
+def test_a_client_that_leaves_frees_the_engine(server, body, stream):
+    expected = server.complete("def g(", max_tokens=6)["choices"][0]["text"]
+    connection = send(server, {**body, "stream": stream, "seed": 1, "temperature": 0.01})
+    until_busy(server)
+    if stream:
+        connection.recv(100)
+    time.sleep(0.2)
+    connection.close()
+    assert server.idle_within(3), "a request for nobody goes on"
+    assert server.complete("def g(", max_tokens=6)["choices"][0]["text"] == expected
+
+
+def test_half_of_ten_clients_vanish_and_the_others_are_answered(server):
+    gone = [send(server, {**LONG, "stream": i % 2 == 0}) for i in range(5)]
+    with ThreadPoolExecutor(5) as pool:
+        staying = [pool.submit(server.complete, f"def g{i}(", max_tokens=12) for i in range(5)]
+        time.sleep(0.5)
+        for connection in gone:
+            connection.close()
+        assert all(reply.result(60)["usage"]["completion_tokens"] > 0 for reply in staying)
+    assert server.idle_within(3)
+
+
+def test_light_routes_answer_while_a_reply_is_written(server):
+    connection = send(server, LONG)
+    until_busy(server)
+    slowest = 0.0
+    for _ in range(5):
+        for path in ("/health", "/v1/models", "/metrics"):
+            start = time.monotonic()
+            status, _ = server.request("GET", path)
+            slowest = max(slowest, time.monotonic() - start)
+            assert status == 200
+    assert busy(server)
+    connection.close()
+    assert slowest < 0.2
+    assert server.idle_within(3)
+
+
+def test_a_failing_request_harms_no_other(server):
+    """Refused ones, one that the template can't take, and one that breaks inside the engine, among good ones."""
+    good = {"prompt": "def h(", "max_tokens": 30}
+    expected = server.complete(**good)["choices"][0]["text"]
+    bad = [{**good, "n": 3}, {**good, "prompt": [5000]}, {**good, "max_tokens": "many"}, {"prompt": {"a": 1}}]
+
+    def one(body):
+        return server.request("POST", "/v1/completions", body)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(one, [good, bad[0], good, bad[1], bad[2], good, bad[3], good]))
+    assert [status for status, _ in answers] == [200, 400, 200, 400, 400, 200, 400, 200]
+    assert all(reply["choices"][0]["text"] == expected for status, reply in answers if status == 200)
+
+
+def test_one_alone_drafts_and_many_share_a_batch(server):
+    with ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda i: server.complete(f"def many_{i}(", max_tokens=40), range(6)))
+    ways = [reply["dflash"]["ran"] for reply in replies]
+    assert any("batch" in way for way in ways), ways
+    for reply in replies:
+        block, usage = reply["dflash"], reply["usage"]
+        assert usage["completion_tokens"] == block["accepted"] + block["bonus"] + block["plain_tokens"]
+    alone = server.complete("def many_0(", max_tokens=40)
+    assert alone["dflash"]["ran"] == "dflash"
+    assert alone["choices"][0]["text"] == replies[0]["choices"][0]["text"]
+
+
+def test_a_running_reply_is_handed_over_and_comes_back_to_the_draft(server):
+    expected = server.complete("class Long:\n", max_tokens=250)["choices"][0]["text"]
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(server.complete, "class Long:\n", max_tokens=250)
+        time.sleep(0.3)
+        short = pool.submit(server.complete, "def short(", max_tokens=8).result()
+        long = long.result()
+    assert long["choices"][0]["text"] == expected
+    assert long["dflash"]["ran"] == "dflash+batch+dflash"
+    assert short["dflash"]["ran"] == "batch", "it did not wait for the long one"
+
+
+def test_seeded_requests_wait_their_turn_in_order(server):
+    order, lock = [], threading.Lock()
+
+    def ask(i):
+        server.complete("def s(", max_tokens=25, seed=i, temperature=0.5)
+        with lock:
+            order.append(i)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert order == sorted(order)
+
+
+def test_too_many_waiting_requests_are_told_so():
+    with ServerProcess("--model", "demo", "--max-queue", "2", "--decode-concurrency", "1") as process:
+        held = [send(process, LONG)]
+        until_busy(process)
+        held += [send(process, LONG) for _ in range(2)]
+        for _ in range(100):
+            if process.request("GET", "/health")[1]["queued"] == 2:
+                break
+            time.sleep(0.02)
+        status, reply = process.request("POST", "/v1/completions", {"prompt": "x"})
+        assert (status, reply["error"]["code"]) == (429, "queue_full")
+        for connection in held:
+            connection.close()
+        assert process.idle_within(3)
+
+
+@pytest.fixture
+def engine():
+    """The engine in this process, to break it from inside."""
+    from dflash_mlx.cli import make_parser
+    from dflash_mlx.loading import plan
+    from dflash_mlx.serve.engine import Engine
+    from dflash_mlx.serve.provider import Provider
+
+    args = make_parser()[0].parse_args(["serve", "--model", "demo"])
+    engine = Engine(Provider(args, plan("demo")), args)
+    assert engine.loaded.wait(60)
+    yield engine
+    engine.stop_and_join()
+
+
+def whole(engine, prompt, **fields):
+    from dflash_mlx.serve.completion import Completion
+
+    return Completion(engine, {"prompt": prompt, "max_tokens": 60, **fields}, "text").whole(lambda: False)
+
+
+def test_a_batch_that_fails_goes_on_one_by_one(engine, monkeypatch):
+    from dflash_mlx.serve.batch import Batch
+
+    prompts = [f"def f{i}(" for i in range(4)]
+    expected = [whole(engine, prompt)["choices"][0]["text"] for prompt in prompts]
+    step, steps = Batch.step, []
+
+    def broken(self):
+        steps.append(len(self.jobs))
+        if len(steps) == 9:
+            raise RuntimeError("out of memory")
+        return step(self)
+
+    monkeypatch.setattr(Batch, "step", broken)
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda prompt: whole(engine, prompt), prompts))
+    assert len(steps) >= 9
+    assert [reply["choices"][0]["text"] for reply in replies] == expected
+    assert any("batch+dflash" in reply["dflash"]["ran"] for reply in replies)
+
+
+def test_an_exception_in_one_request_ends_only_that_one(engine, monkeypatch):
+    from dflash_mlx.serve import alone
+    from dflash_mlx.serve.errors import ApiError
+
+    real = alone.generate_step
+
+    def broken(prompt, *args, **options):
+        if len(prompt) > 30:
+            raise RuntimeError("/secret/path is broken")
+        return real(prompt, *args, **options)
+
+    monkeypatch.setattr(alone, "generate_step", broken)
+    with pytest.raises(ApiError) as refused:
+        whole(engine, "x = 1\n" * 20)
+    assert refused.value.status == 500
+    assert "secret" not in str(refused.value.body())
+    assert whole(engine, "def g(")["usage"]["completion_tokens"] > 0
+    assert engine.is_healthy
+    assert engine.metrics._requests[("error", "dflash")] == 1
+
+
+def test_going_down_ends_what_runs():
+    with ServerProcess("--model", "demo") as process:
+        connection = send(process, LONG)
+        until_busy(process)
+        start = time.monotonic()
+        assert process.stop() == 143
+        assert time.monotonic() - start < 5
+        assert b"503" in connection.recv(100)
+        connection.close()
