@@ -81,9 +81,11 @@ function say(id, text) {
 }
 
 function showError(error) {
-  const status = error.status ? `${error.status}: ` : "";
-  say("error", error instanceof TypeError ? `The server can't be reached (${error.message}).` : status + error.message);
-  if (error.status !== 401) return;
+  const needsKey = error.status === 401;
+  if (needsKey) say("error", $("key").value ? "This server does not take that API key." : "This server needs an API key.");
+  else if (error instanceof TypeError) say("error", `The server can't be reached (${error.message}).`);
+  else say("error", error.status ? `${error.status}: ${error.message}` : error.message);
+  if (!needsKey) return;
   $("key-field").hidden = false;
   $("key").focus();
 }
