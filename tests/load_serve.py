@@ -55,8 +55,8 @@ def compare(ours: ServerProcess, theirs: ServerProcess, requests: int, at_once: 
     seconds = {ours: 0.0, theirs: 0.0}
     answered = {ours: 0, theirs: 0}
     ways: dict[str, int] = {}
-    load(ours, range(40), at_once)
-    load(theirs, range(40), at_once)
+    load(ours, range(80), at_once)
+    load(theirs, range(80), at_once)
     before = memory(ours)
     share = requests // SLICES
     for part in range(SLICES):
@@ -81,15 +81,18 @@ def compare(ours: ServerProcess, theirs: ServerProcess, requests: int, at_once: 
 
 def load(server: ServerProcess, numbers: range, at_once: int) -> list[dict]:
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda i: server.complete(f"class Node{i}:\n    def __init__(self):\n", **FIELDS), numbers))
+        return list(
+            pool.map(lambda i: server.complete(f"class Node{i}:\n    def __init__(self):\n", **FIELDS), numbers)
+        )
 
 
 def memory(server: ServerProcess) -> dict[str, float]:
-    """Bytes that MLX holds, and that the process holds, once it is idle."""
+    """Bytes that MLX holds without the prompt caches, which have a bound of their own, and that the process holds."""
     server.idle_within(10)
     time.sleep(0.5)
-    text = server.request("GET", "/metrics")[1]
-    active = next(float(line.split()[1]) for line in text.splitlines() if line.startswith("dflash_active_memory"))
+    lines = [line.split() for line in server.request("GET", "/metrics")[1].splitlines() if line[0] != "#"]
+    figures = {line[0]: float(line[-1]) for line in lines}
+    active = figures["dflash_active_memory_bytes"] - figures["dflash_prompt_cache_bytes"]
     resident = subprocess.run(["ps", "-o", "rss=", "-p", str(server.process.pid)], capture_output=True, text=True)
     return {"active": active, "resident": float(resident.stdout) * 1024}
 

@@ -165,6 +165,7 @@ def test_the_block_size_of_a_request_and_num_draft_tokens(server):
     assert server.complete(PROMPTS[0], max_tokens=9, num_draft_tokens=2)["dflash"]["block_size"] == 3
     reply = server.complete(PROMPTS[0], max_tokens=9, block_size=1)["dflash"]
     assert not reply["draft_used"]
+    assert reply["draft_off_reason"] == "block size 1 is plain decoding"
 
 
 def test_token_ids_as_a_prompt(server, demo_pair):

@@ -112,9 +112,9 @@ def test_one_alone_drafts_and_many_share_a_batch(server):
 
 
 def test_a_running_reply_is_handed_over_and_comes_back_to_the_draft(server):
-    expected = server.complete("class Long:\n", max_tokens=250)["choices"][0]["text"]
+    expected = server.complete("class Long:\n", max_tokens=150)["choices"][0]["text"]
     with ThreadPoolExecutor(2) as pool:
-        long = pool.submit(server.complete, "class Long:\n", max_tokens=250)
+        long = pool.submit(server.complete, "class Long:\n", max_tokens=150)
         time.sleep(0.3)
         short = pool.submit(server.complete, "def short(", max_tokens=8).result()
         long = long.result()
@@ -127,7 +127,7 @@ def test_seeded_requests_wait_their_turn_in_order(server):
     order, lock = [], threading.Lock()
 
     def ask(i):
-        server.complete("def s(", max_tokens=25, seed=i, temperature=0.5)
+        server.complete("def s(", max_tokens=12, seed=i, temperature=0.5)
         with lock:
             order.append(i)
 
@@ -174,7 +174,7 @@ def engine():
 def whole(engine, prompt, **fields):
     from dflash_mlx.serve.completion import Completion
 
-    return Completion(engine, {"prompt": prompt, "max_tokens": 60, **fields}, "text").whole(lambda: False)
+    return Completion(engine, {"prompt": prompt, "max_tokens": 24, **fields}, "text").whole(lambda: False)
 
 
 def test_a_batch_that_fails_goes_on_one_by_one(engine, monkeypatch):

@@ -98,10 +98,11 @@ class Completion:
             raise ApiError(400, "draft_model is chosen when the server starts: --draft-model", "draft_model")
 
     def _message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Templates know no developers, only a system."""
-        content = message.get("content")
+        """Content is one text, and templates know no developers, only a system."""
+        content = message.get("content") or ""
         if isinstance(content, list):
-            message = {**message, "content": [{"type": "text", "text": part["text"]} for part in content]}
+            content = "".join(part["text"] for part in content)
+        message = {**message, "content": content}
         template = self.engine.front_tokenizer.chat_template or ""
         if message["role"] == "developer" and "developer" not in str(template):
             message = {**message, "role": "system"}

@@ -124,6 +124,7 @@ class Engine(ResponseGenerator):
             StopStrings(args.stop_words),
         )
         job.report.draft = provider.public_draft
+        job.report.wanted = self.alone.drafts(job)
         return job
 
     def submit(self, job: Job) -> None:
@@ -228,7 +229,7 @@ class Engine(ResponseGenerator):
                 self._join(job)
         try:
             for job in batch.step():
-                self._end(job, "cancelled" if job.cancelled else "ok")
+                self._end(job, "ok" if job.done else "cancelled")
         except Exception as error:
             log.exception("a batch of %d failed (%s); its jobs go on one by one", len(batch.jobs), error)
             self._leave_batch()

@@ -151,8 +151,11 @@ def _check_content(fields: dict[str, Any], kind: str) -> None:
         if not isinstance(tool, dict) or tool.get("type", "function") != "function" or "function" not in tool:
             raise ApiError(400, f"tools[{i}] is no function", f"tools[{i}]", "unsupported_value")
     try:
-        fields["logit_bias"] = {int(k): float(v) for k, v in fields.get("logit_bias", {}).items()} or None
-    except (TypeError, ValueError):
+        biases = {int(k): float(v) for k, v in fields.get("logit_bias", {}).items()}
+        if not all(map(math.isfinite, biases.values())):
+            raise ValueError
+        fields["logit_bias"] = biases or None
+    except (TypeError, ValueError, OverflowError):
         raise ApiError(400, "logit_bias must map token ids to numbers", "logit_bias") from None
     for name in fields.get("stream_options", {}):
         if name not in ("include_usage", "include_dflash", "include_obfuscation"):

@@ -61,6 +61,7 @@ class Job:
     tokens: list[int] = field(default_factory=list)
     replies: queue.SimpleQueue[Progress | Piece | Exception] = field(default_factory=queue.SimpleQueue)
     cancelled: bool = False
+    done: bool = False  # its last piece is out
     solo: bool = False  # it was in a batch that failed: it runs alone, so that it harms no other again
 
     def __post_init__(self) -> None:
@@ -94,7 +95,8 @@ class Job:
         stopped = self.stopping.found is not None
         if last or stopped:
             shown += self.stopping.finish()
-        reason = ("stop" if ended or stopped else "length") if last or stopped else None
+        self.done = last or stopped
+        reason = ("stop" if ended or stopped else "length") if self.done else None
         if not self.args.logprobs and self.args.top_logprobs <= 0:
             return Piece(shown, token, reason)
         best = mx.argsort(-logprobs)[: max(self.args.top_logprobs, 0)]

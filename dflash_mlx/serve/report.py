@@ -17,12 +17,13 @@ class Report:
     """Figures of one request; counts reconcile: `completion_tokens == accepted + bonus + plain_tokens`.
 
     Attributes:
-        draft: public name of the draft, None when the server has none.
+        draft: public name of the draft, None when the server has none. wanted: whether the request would use it.
         stats: rounds of the parts that ran alone. ways: how it ran, in order: "dflash", "plain", "batch".
         cached: prompt tokens that a stored cache held.
     """
 
     draft: str | None = None
+    wanted: bool = False
     stats: GenerationStats = field(default_factory=GenerationStats)
     ways: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -94,6 +95,8 @@ class Report:
     def _off_reason(self) -> str | None:
         if self.draft is None:
             return "the server runs without a draft"
+        if not self.wanted:
+            return "block size 1 is plain decoding"
         if self.ways == ["batch"]:
             return "other requests were waiting, so it ran in a batch"
         if "batch" in self.ways:
