@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.serve import anthropic, responses
+from dflash_mlx.serve import agents, anthropic, responses
 from dflash_mlx.serve.dialect import FieldError, whole
+from dflash_mlx.serve.errors import ApiError
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
@@ -288,6 +290,30 @@ def test_an_answer_that_breaks_off_says_so():
     read = events(responses.Answer(REQUEST), REASONED[:2])
     assert read[-1]["type"] == "response.failed"
     assert read[-1]["response"]["status"] == "failed"
+
+
+@pytest.mark.parametrize(("error", "said"), [(ApiError(503, "the engine is down"), "is down"), (KeyError("x"), "log")])
+def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(error, said):
+    def stream(gone):
+        yield REASONED[0]
+        raise error
+
+    completion, handler = SimpleNamespace(stream=stream), SimpleNamespace(gone=None, route_path="/v1/messages")
+    last = list(agents._events(completion, anthropic.Answer(ask()), handler))[-1]
+    assert last["event"] == "error"
+    assert said in last["data"]["error"]["message"]
+    last = list(agents._events(completion, responses.Answer(REQUEST), handler))[-1]
+    assert (last["event"], last["data"]["response"]["status"]) == ("response.failed", "failed")
+    assert said in last["data"]["response"]["error"]["message"]
+
+
+def test_a_failure_before_a_stream_begins_is_an_http_error():
+    def stream(gone):
+        raise ApiError(429, "too many requests wait")
+        yield
+
+    with pytest.raises(ApiError):
+        next(agents._events(SimpleNamespace(stream=stream), anthropic.Answer(ask()), SimpleNamespace(gone=None)))
 
 
 # Responses ------------------------------------------------------------------------------------------------------
