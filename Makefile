@@ -7,7 +7,7 @@ PROMPT := class Node:\n    def __init__(self, name, parent=None):\n        self.
 .PHONY: demo test lint bench clean
 
 demo: $(VENV)/.installed  ## stream text from the bundled pair and prove it equal to plain decoding
-	@printf '%b' '$(PROMPT)' | $(RUN)/dflash-mlx generate --model demo --prompt - --max-tokens 128 --check
+	@printf '%b' '$(PROMPT)' | $(RUN)/dflash-mlx generate --model demo --prompt - --max-tokens 128 --block-size 8 --check
 
 test: $(VENV)/.installed-test  ## run the tests
 	$(RUN)/python -m pytest -q

@@ -7,6 +7,9 @@
     batch       many jobs, mlx-lm's batch generator     answer      text -> reasoning, answer, tool calls
     job         one request on its way                  cache, disk prompt caches in memory and in files
     report      the `dflash` block of a reply           metrics     Prometheus text
+    agents      routes of coding agents                 dialect     what their dialects share
+    anthropic   the Messages dialect                    responses   the Responses dialect
+    page/       the page at /
 
 Other modules of the package know nothing of this one.
 """

@@ -214,7 +214,7 @@ class Completion:
                     texts[part.kind] += part.text
             if piece.finish_reason is not None:
                 reason = self._reason(piece)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
+        choice = self._choice(reason)
         if self.kind == "chat":
             message: dict[str, Any] = {"role": "assistant", "content": texts["normal"] or None}
             message.update({"reasoning": texts["reasoning"]} if texts["reasoning"] else {})
@@ -229,7 +229,7 @@ class Completion:
         }  # fmt: skip
 
     def _packet(self, reason: str | None, part: Any, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
+        choice = self._choice(reason)
         if self.kind == "chat":
             delta: dict[str, Any] = {"role": "assistant"}
             if part is not None and part.calls:
@@ -242,6 +242,10 @@ class Completion:
         if logprobs:
             choice["logprobs"] = {"content": logprobs}
         return {**self._head(), "choices": [choice]}
+
+    def _choice(self, reason: str | None) -> dict[str, Any]:
+        found = self.job.stopping.found if reason == "stop" else None  # the stop string, which OpenAI does not name
+        return {"index": 0, "finish_reason": reason, **({"stop_reason": found} if found else {})}
 
     def _head(self) -> dict[str, Any]:
         kinds = {("chat", True): "chat.completion.chunk", ("chat", False): "chat.completion"}

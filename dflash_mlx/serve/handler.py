@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlx_lm.server import APIHandler
@@ -38,6 +38,7 @@ class Handler(APIHandler):
         self.body: Any = None
         self.route_path = ""
         self.begun = False  # whether any of the reply was sent
+        self.error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body
         super().__init__(engine, *args, system_fingerprint=engine.system_fingerprint, **kwargs)
 
     def setup(self) -> None:
@@ -73,9 +74,11 @@ class Handler(APIHandler):
         args = self.engine.args
         self.route_path = self.path.partition("?")[0]
         try:
+            route, methods = find(method, self.route_path)
+            if route is not None:
+                self.error_body = route.error_body
             check_host(self.headers, args.guarded)
             check_origin(self.headers, args.allowed_origins)
-            route, methods = find(method, self.route_path)
             if route is None or not route.open:
                 check_key(self.headers, args.api_key)
             if route is None:
@@ -124,12 +127,14 @@ class Handler(APIHandler):
         """Answer with JSON."""
         self.reply_bytes(json.dumps(packet).encode(), "application/json", status)
 
-    def reply_bytes(self, data: bytes, kind: str, status: int = 200) -> None:
+    def reply_bytes(self, data: bytes, kind: str, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """Answer with a whole body of that content type."""
         self.begun = True
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self._set_cors_headers()
         self.end_headers()
         if self.command != "HEAD":
@@ -168,10 +173,10 @@ class Handler(APIHandler):
         self.close_connection = True
         try:
             if self.begun:
-                self._write(_event(error.body()))
+                self._write(_event(self.error_body(error)))
                 return
             self.connection.settimeout(WRITE_SECONDS)
-            self.reply(error.body(), error.status)
+            self.reply(self.error_body(error), error.status)
             if self.command == "POST" and self.body is None:
                 linger(self.connection)
         except OSError:

@@ -9,6 +9,8 @@ from typing import Any
 
 from ..decode import GenerationStats
 
+RECENT = 16  # rounds that the figures of a stream's packet show: a packet may come some rounds late
+
 
 @dataclass
 class Report:
@@ -58,10 +60,16 @@ class Report:
         return {
             "rounds": self.stats.rounds,
             "accepted": self.accepted,
-            "last_accepted": self.stats.accepted[-1] if self.stats.accepted else None,
+            "recent": self._recent(),
             "tau": round(self.stats.tau, 4),
             "tokens_per_second": round(_rate(self.tokens, self.decode_seconds), 2),
         }
+
+    def _recent(self) -> list[tuple[int, int]]:
+        """Draft tokens kept and rows verified of the last rounds, up to round number `rounds`."""
+        rounds = self.stats.rounds
+        first = max(0, rounds - RECENT)
+        return list(zip(self.stats.accepted[first:rounds], self.stats.block_sizes[first:rounds], strict=False))
 
     def to_dict(self) -> dict[str, Any]:
         """All figures."""

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import completion, status
+from . import agents, anthropic, completion, page, status
+from .errors import ApiError
 
 if TYPE_CHECKING:
     from .handler import Handler
@@ -20,16 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Route:
-    """One entry: what answers, and whether anyone may ask."""
+    """One entry: what answers, whether anyone may ask, and what its errors look like."""
 
     answer: Callable[[Handler], Any]
     open: bool = False
+    error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body
 
 
 ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/chat/completions"): Route(completion.answer_chat),
     ("POST", "/chat/completions"): Route(completion.answer_chat),
     ("POST", "/v1/completions"): Route(completion.answer_text),
+    ("POST", "/v1/messages"): Route(agents.answer_messages, error_body=anthropic.error_body),
+    ("POST", "/v1/messages/count_tokens"): Route(agents.count_tokens, error_body=anthropic.error_body),
+    ("POST", "/v1/responses"): Route(agents.answer_responses),
+    **{("GET", path): Route(page.answer, open=True) for path in page.FILES},
     ("GET", "/v1/models"): Route(status.models),
     ("GET", "/v1/models/*"): Route(status.model),
     ("GET", "/metrics"): Route(status.metrics),

@@ -48,5 +48,9 @@ def _description(engine: Engine) -> dict[str, Any]:
         "object": "model",
         "created": STARTED,
         "owned_by": "dflash-mlx",
-        "dflash": {"draft_model": provider.public_draft, "block_size": provider.block_size},
+        "dflash": {
+            "draft_model": provider.public_draft,
+            "block_size": provider.block_size,
+            "chat_template": bool(engine.front_tokenizer.has_chat_template),
+        },
     }

@@ -1,0 +1,178 @@
+"""What the dialects of coding agents share: refusing a field by name, and an answer built from chat chunks.
+
+A dialect is two things: `to_chat(request) -> chat request`, which raises `FieldError`, and an `Answer` that turns the
+chat route's chunks into the dialect's events and, by the same way, a whole chat response into the dialect's. Knows no
+HTTP and no model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from .errors import ApiError
+
+Json = dict[str, Any]
+Kind = TypeVar("Kind")
+Event = tuple[str, Json]  # name and data of a server-sent event
+
+# Fields of the chat route that neither dialect has; carried over as they are.
+EXTRA = (
+    "min_p", "seed", "logit_bias", "repetition_penalty", "repetition_context_size", "presence_penalty",
+    "presence_context_size", "frequency_penalty", "frequency_context_size", "xtc_probability", "xtc_threshold",
+    "chat_template_kwargs", "block_size", "num_draft_tokens",
+)  # fmt: skip
+
+
+class FieldError(ApiError):
+    """A request that can't be done, by the field that asks for it, e.g. `messages[2].content[0].type`."""
+
+    def __init__(self, field: str, why: str):
+        super().__init__(400, f"{field}: {why}", field)
+
+
+class Answer(Protocol):
+    """One answer in a dialect: events in order, and `body`, the answer that has no stream."""
+
+    body: Json
+
+    def start(self) -> Iterator[Event]: ...
+
+    def chunk(self, chunk: Json) -> Iterator[Event]:
+        """Events for one chunk of the chat stream. A `delta` may hold reasoning, text and whole tool calls."""
+
+    def end(self) -> Iterator[Event]: ...
+
+    def fail(self, message: str) -> Iterator[Event]:
+        """Events that end an answer the engine could not finish."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The parts of a dialect.
+
+    Attributes:
+        fields: what it calls a field of the chat route, where that differs. error_body: an error in its shape.
+    """
+
+    to_chat: Callable[[Json], Json]
+    answer: Callable[[Json], Answer]
+    fields: Mapping[str, str]
+    error_body: Callable[[ApiError], Json] = ApiError.body
+
+
+def whole(answer: Answer, response: Json) -> Json:
+    """A chat response that was not streamed, in the answer's dialect: it is a stream of one chunk."""
+    choices = [{**choice, "delta": choice.get("message", {})} for choice in response["choices"]]
+    for events in (answer.start(), answer.chunk({**response, "choices": choices}), answer.end()):
+        for _ in events:
+            pass
+    return answer.body
+
+
+def given(request: Mapping[str, Any]) -> Json:
+    """The fields that say something; null is as good as absent in both dialects."""
+    return {name: value for name, value in request.items() if value is not None}
+
+
+def check_fields(request: Json, known: Collection[str], refused: Mapping[str, str]) -> None:
+    """Refuse what can't be done and what is not known: a field is never dropped without a word."""
+    for name in request:
+        if name in refused:
+            raise FieldError(name, refused[name])
+        if name not in known and name not in EXTRA:
+            raise FieldError(name, "is not a field this server knows")
+
+
+def typed(value: Any, kinds: type | tuple[type, ...], field: str) -> Any:
+    """`value` if it is one of `kinds`."""
+    if not isinstance(value, kinds):
+        names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        raise FieldError(field, f"must be {names}, not {type(value).__name__}")
+    return value
+
+
+def pick(table: Mapping[str, Kind], name: Any, field: str) -> Kind:
+    """The entry of this name, which comes from the request."""
+    if not isinstance(name, str) or name not in table:
+        raise FieldError(field, f"{name!r} is not one of {', '.join(table)}")
+    return table[name]
+
+
+def items(value: Any, field: str) -> Iterator[tuple[str, Json]]:
+    """The objects of a list, each with its field name."""
+    for index, item in enumerate(typed(value, list, field)):
+        yield f"{field}[{index}]", typed(item, dict, f"{field}[{index}]")
+
+
+def join_text(content: Any, field: str, kinds: Collection[str] = ("text",), between: str = "") -> str:
+    """The text of a string or of a list of text parts of these `kinds`."""
+    if isinstance(content, str):
+        return content
+    return between.join(part_text(part, place, kinds) for place, part in items(content, field))
+
+
+def part_text(part: Json, field: str, kinds: Collection[str] = ("text",)) -> str:
+    """The text of one part."""
+    if part.get("type") not in kinds:
+        raise FieldError(f"{field}.type", f"{part.get('type')!r} can't be read; this server takes text only")
+    return typed(part.get("text"), str, f"{field}.text")
+
+
+def function_tool(name: Any, description: Any, parameters: Any, field: str) -> Json:
+    """A tool as the chat route takes it."""
+    function = {"name": typed(name, str, f"{field}.name"), "parameters": parameters or {"type": "object"}}
+    if description is not None:
+        function["description"] = description
+    return {"type": "function", "function": function}
+
+
+def function_call(call_id: Any, name: Any, arguments: str, field: str) -> Json:
+    """A tool call in an assistant's message of the chat route."""
+    try:
+        typed(json.loads(arguments or "{}"), dict, field)
+    except json.JSONDecodeError:
+        raise FieldError(field, "must be a JSON object") from None
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
+
+
+def as_turns(system: list[str], messages: list[Json]) -> list[Json]:
+    """Messages as any chat template takes them: one system message in front, and nobody speaks twice in a row.
+
+    A system message further on, which many templates refuse, becomes a marked part of the user's turn.
+    """
+    turns: list[Json] = []
+    for message in messages:
+        if message["role"] == "system":
+            if not turns:
+                system = [*system, message["content"]]
+                continue
+            message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+        if turns and message["role"] == turns[-1]["role"] != "tool":
+            _join(turns[-1], message)
+        else:
+            turns.append(message)
+    text = _paragraphs(*system)
+    return [{"role": "system", "content": text}, *turns] if text else turns
+
+
+def _join(turn: Json, message: Json) -> None:
+    """Add a message to the turn of the same speaker."""
+    turn["content"] = _paragraphs(turn["content"], message["content"])
+    if "reasoning_content" in message:
+        turn["reasoning_content"] = _paragraphs(turn.get("reasoning_content", ""), message["reasoning_content"])
+    if "tool_calls" in message:
+        turn["tool_calls"] = [*turn.get("tool_calls", []), *message["tool_calls"]]
+
+
+def _paragraphs(*texts: str) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+def thinking_options(chat: Json, thinks: bool | None, effort: str | None) -> None:
+    """What templates call thinking; options that a template does not know change nothing."""
+    own = typed(chat.get("chat_template_kwargs", {}), dict, "chat_template_kwargs")
+    if options := {**given({"enable_thinking": thinks, "reasoning_effort": effort}), **own}:
+        chat["chat_template_kwargs"] = options

@@ -1,0 +1,296 @@
+"""OpenAI's Responses dialect, to and from the chat route. Knows no HTTP and no model.
+
+Items become chat messages: `function_call` a tool call, `function_call_output` a tool message, `reasoning` the next
+assistant message's reasoning. Nothing is stored, so what needs a stored response, a server-side tool or a grammar is
+refused by field.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from .dialect import (
+    EXTRA,
+    Dialect,
+    Event,
+    FieldError,
+    Json,
+    as_turns,
+    check_fields,
+    function_call,
+    function_tool,
+    given,
+    items,
+    join_text,
+    pick,
+    thinking_options,
+    typed,
+)
+
+SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_k", "stop", *EXTRA)
+# Hints about cost, caching, safety and bookkeeping, which change no answer of a local model.
+HINTS = (
+    "metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "client_metadata", "max_tool_calls", "stream_options",
+)  # fmt: skip
+KNOWN = (
+    *SAME, *HINTS, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "reasoning", "text",
+    "truncation", "include", "store", "background", "top_logprobs",
+)  # fmt: skip
+NOT_STORED = "responses are not stored here; send the whole conversation as input"
+REFUSED = {
+    "previous_response_id": NOT_STORED,
+    "conversation": NOT_STORED,
+    "prompt": "prompt templates are not stored here; send the text as input",
+    "context_management": "a conversation is not compacted here",
+    "moderation": "this server does not moderate",
+    "n": "one answer a request",
+}
+# field -> the values that ask for nothing we lack, and why others are refused
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "store": ((False,), NOT_STORED),
+    "background": ((False,), "a response is made while the client waits"),
+    "truncation": (("disabled",), "a long conversation is never cut; send 'disabled'"),
+    "top_logprobs": ((0,), "log-probabilities are given by /v1/chat/completions"),
+    "tool_choice": (("auto", "none"), "a call can't be forced; send auto or none"),
+}
+TEXT = ("input_text", "output_text", "text")
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+def to_chat(request: Json) -> Json:
+    """The chat request that does the same; raises FieldError."""
+    request = given(request)
+    check_fields(request, KNOWN, REFUSED)
+    for name, (allowed, why) in ONLY.items():
+        if name in request and request[name] not in allowed:
+            raise FieldError(name, why)
+    for name in request.get("include", []):
+        if name != "reasoning.encrypted_content":  # reasoning is given in the open instead
+            raise FieldError("include", f"{name!r} can't be given")
+    chat = {name: request[name] for name in SAME if name in request}
+    if "max_output_tokens" in request:
+        chat["max_tokens"] = request["max_output_tokens"]
+    chat["messages"] = _messages(request)
+    tools = _tools(request.get("tools", []), "tools")
+    if tools and request.get("tool_choice") != "none":
+        chat["tools"] = tools
+    form = typed(request.get("text", {}), dict, "text").get("format") or {"type": "text"}
+    if form.get("type") != "text":
+        raise FieldError("text.format", f"{form.get('type')!r} can't be enforced; ask for it in the prompt")
+    effort = typed(request.get("reasoning", {}), dict, "reasoning").get("effort")
+    thinking_options(chat, None if effort is None else effort != "none", effort if effort != "none" else None)
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    return chat
+
+
+def _messages(request: Json) -> list[Json]:
+    asked = request.get("input")
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+    if not asked:
+        raise FieldError("input", "is required: a text or a list of items")
+    messages: list[Json] = []
+    reasoning = ""
+    for field, item in items(asked, "input"):
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            reasoning += _reasoning(item, field)
+            continue
+        message = pick(READERS, kind, f"{field}.type")(item, field)
+        if reasoning and message["role"] == "assistant":
+            message["reasoning_content"], reasoning = reasoning, ""
+        messages.append(message)
+    return as_turns([typed(request.get("instructions", ""), str, "instructions")], messages)
+
+
+def _message(item: Json, field: str) -> Json:
+    role = pick(ROLES, item.get("role"), f"{field}.role")
+    return {"role": role, "content": join_text(item.get("content"), f"{field}.content", TEXT)}
+
+
+def _call(item: Json, field: str) -> Json:
+    arguments = typed(item.get("arguments"), str, f"{field}.arguments")
+    name = typed(item.get("name"), str, f"{field}.name")
+    space = typed(item.get("namespace") or "", str, f"{field}.namespace")
+    call = function_call(item.get("call_id"), _full(space, name), arguments, f"{field}.arguments")
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _result(item: Json, field: str) -> Json:
+    call_id = typed(item.get("call_id"), str, f"{field}.call_id")
+    return {"role": "tool", "tool_call_id": call_id, "content": join_text(item.get("output"), f"{field}.output", TEXT)}
+
+
+def _reasoning(item: Json, field: str) -> str:
+    """Reasoning in the open; encrypted reasoning of another server has nothing to read."""
+    parts = item.get("content") or item.get("summary") or []
+    return join_text(parts, f"{field}.content", ("reasoning_text", "summary_text", "text"))
+
+
+READERS = {"message": _message, "function_call": _call, "function_call_output": _result}
+
+
+def _tools(tools: Any, field: str, space: str | None = None) -> list[Json]:
+    """Functions for the chat route, those of a namespace under its name and theirs."""
+    functions = []
+    for place, tool in items(tools, field):
+        name = typed(tool.get("name", ""), str, f"{place}.name")
+        if tool.get("type") == "namespace" and space is None:
+            functions += _tools(tool.get("tools"), f"{place}.tools", name)
+            continue
+        if tool.get("type") != "function":
+            raise FieldError(
+                f"{place}.type", f"{tool.get('type')!r} is no function; switch that tool off in the client"
+            )
+        if tool.get("strict"):
+            raise FieldError(f"{place}.strict", "a schema can't be enforced; send false")
+        functions.append(function_tool(_full(space, name), tool.get("description"), tool.get("parameters"), place))
+    return functions
+
+
+def _full(space: str | None, name: str) -> str:
+    return f"{space}__{name}" if space else name
+
+
+class Answer:
+    """A response, item by item; reasoning and text stay open until another kind begins."""
+
+    def __init__(self, request: Json):
+        request = given(request)
+        self.body: Json = {
+            "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()),
+            "status": "in_progress", "error": None, "incomplete_details": None,
+            "model": request.get("model", "default_model"), "output": [], "usage": None,
+            "instructions": request.get("instructions"), "max_output_tokens": request.get("max_output_tokens"),
+            "metadata": request.get("metadata", {}), "parallel_tool_calls": request.get("parallel_tool_calls", True),
+            "previous_response_id": None, "reasoning": request.get("reasoning", {}), "store": False,
+            "temperature": request.get("temperature"), "text": request.get("text", {"format": {"type": "text"}}),
+            "tool_choice": request.get("tool_choice", "auto"), "tools": request.get("tools", []),
+            "top_p": request.get("top_p"), "truncation": "disabled",
+        }  # fmt: skip
+        self._spaces = {
+            _full(space["name"], tool["name"]): {"name": tool["name"], "namespace": space["name"]}
+            for space in self.body["tools"]
+            for tool in space.get("tools", [])
+        }
+        self._number = 0
+        self._open = False
+        self._finish: str | None = None
+
+    def start(self) -> Iterator[Event]:
+        yield self._whole("response.created")
+        yield self._whole("response.in_progress")
+
+    def chunk(self, chunk: Json) -> Iterator[Event]:
+        if chunk.get("usage"):
+            self.body["usage"] = _usage(chunk["usage"])
+        if chunk.get("dflash"):
+            self.body["dflash"] = chunk["dflash"]
+        for choice in chunk.get("choices", []):
+            delta = choice.get("delta", {})
+            yield from self._text("reasoning", delta.get("reasoning"))
+            yield from self._text("message", delta.get("content"))
+            for call in delta.get("tool_calls") or []:
+                yield from self._call(call)
+            self._finish = choice.get("finish_reason") or self._finish
+
+    def end(self) -> Iterator[Event]:
+        if self._finish is None:
+            yield from self.fail("the engine ended the answer before it was complete")
+            return
+        cut = self._finish == "length"
+        yield from self._close("incomplete" if cut else "completed")
+        self.body["status"] = "incomplete" if cut else "completed"
+        if cut:
+            self.body["incomplete_details"] = {"reason": "max_output_tokens"}
+        yield self._whole("response.incomplete" if cut else "response.completed")
+
+    def fail(self, message: str) -> Iterator[Event]:
+        self.body["status"] = "failed"
+        self.body["error"] = {"code": "server_error", "message": message}
+        yield self._whole("response.failed")
+
+    def _text(self, kind: str, text: str | None) -> Iterator[Event]:
+        if not text:
+            return
+        if not self._open or self.body["output"][-1]["type"] != kind:
+            yield from self._begin(kind)
+        self.body["output"][-1]["content"][0]["text"] += text
+        logprobs: Json = {"logprobs": []} if kind == "message" else {}
+        yield self._part(f"response.{PARTS[kind]}.delta", delta=text, **logprobs)
+
+    def _begin(self, kind: str) -> Iterator[Event]:
+        yield from self._close("completed")
+        message: Json = {"annotations": [], "logprobs": []} if kind == "message" else {}
+        item: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
+        item = {"id": f"{ITEM_IDS[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **item}
+        self.body["output"].append({**item, "content": []})
+        yield self._item("response.output_item.added")
+        part = {"type": PARTS[kind], "text": "", **message}
+        self.body["output"][-1]["content"] = [part]
+        self._open = True
+        yield self._part("response.content_part.added", part=dict(part))
+
+    def _close(self, status: str) -> Iterator[Event]:
+        if not self._open:
+            return
+        self._open = False
+        item = self.body["output"][-1]
+        part = item["content"][0]
+        logprobs: Json = {"logprobs": []} if item["type"] == "message" else {}
+        yield self._part(f"response.{part['type']}.done", text=part["text"], **logprobs)
+        yield self._part("response.content_part.done", part=part)
+        item["status"] = status
+        yield self._item("response.output_item.done")
+
+    def _call(self, call: Json) -> Iterator[Event]:
+        yield from self._close("completed")
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        item: Json = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress", "arguments": ""}
+        item |= {"call_id": call["id"], "name": name, **self._spaces.get(name, {})}
+        self.body["output"].append(item)
+        yield self._item("response.output_item.added")
+        place = {"item_id": item["id"], "output_index": len(self.body["output"]) - 1}
+        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+        yield self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments)
+        item |= {"arguments": arguments, "status": "completed"}
+        yield self._item("response.output_item.done")
+
+    def _event(self, kind: str, **data: Any) -> Event:
+        self._number += 1
+        return kind, {"type": kind, "sequence_number": self._number - 1, **data}
+
+    def _whole(self, name: str) -> Event:
+        return self._event(name, response={**self.body, "output": list(self.body["output"])})
+
+    def _item(self, name: str) -> Event:
+        index = len(self.body["output"]) - 1
+        return self._event(name, output_index=index, item=dict(self.body["output"][index]))
+
+    def _part(self, name: str, **data: Any) -> Event:
+        index = len(self.body["output"]) - 1
+        return self._event(name, item_id=self.body["output"][index]["id"], output_index=index, content_index=0, **data)
+
+
+PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
+ITEM_IDS = {"reasoning": "rs", "message": "msg"}
+
+
+def _usage(usage: Json) -> Json:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0)
+    return {
+        "input_tokens": usage.get("prompt_tokens", 0),
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage.get("completion_tokens", 0),
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": usage.get("total_tokens", 0),
+    }
+
+
+DIALECT = Dialect(to_chat, Answer, {"messages": "input", "max_tokens": "max_output_tokens"})
