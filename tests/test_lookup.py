@@ -345,7 +345,7 @@ def test_prose_is_decoded_plainly(cli):
 def test_a_block_beyond_the_lookups_is_refused(cli):
     outcome = cli("generate", "--model", "demo", "--prompt", "x", "--draft-model", "lookup", "--block-size", 20)
     assert outcome.code != 0
-    assert "--block-size 20 is out of range: blocks of lookup have 1 to 16 tokens" in outcome.err
+    assert "--block-size 20 is out of range: this draft's blocks have 1 to 16 tokens" in outcome.err
 
 
 def test_a_family_that_can_not_be_rewound_is_refused_before_it_loads(cli, tmp_path):

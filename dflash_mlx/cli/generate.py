@@ -97,7 +97,7 @@ def load_pair(args: argparse.Namespace) -> tuple[Plan, Any, Any, Any]:
         print(note, file=sys.stderr)
     block = plan.block_size
     if args.block_size and args.block_size > (block or 1):
-        limit = f"blocks of {plan.draft} have 1 to {block} tokens" if block else "there is no draft"
+        limit = f"this draft's blocks have 1 to {block} tokens" if block else "there is no draft"
         raise DFlashError(f"--block-size {args.block_size} is out of range: {limit}")
     with status(f"loading {args.model}"):
         return plan, *plan.load(
