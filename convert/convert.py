@@ -18,7 +18,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.draft.config import DraftConfig
-from dflash_mlx.draft.headers import FLOATS, TensorInfo, read_headers
+from dflash_mlx.draft.headers import FLOATS, TOKENIZER_FILES, TensorInfo, read_headers, regular_files
+from dflash_mlx.draft.recipes import canonical_name
 from dflash_mlx.draft.weights import (
     MODES,
     Layout,
@@ -28,6 +29,7 @@ from dflash_mlx.draft.weights import (
     make,
     refuse_bad_ids,
     refuse_non_finite,
+    target_ids,
 )
 from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.loading import fetch_draft
@@ -113,11 +115,13 @@ def convert_draft(
     layout = check_tensors(stated, tensors, folder)
     _check_options(hf_path, layout, scheme, dtype, force, to)
     config = _new_config(layout, scheme, dtype, to_hf)
-    result = Conversion(destination, config, notes=[f"{name} left out: {why}" for name, why in layout.unused.items()])
+    unused = {name: why for name, why in layout.unused.items() if to != "speculators" or canonical_name(name) != "t2d"}
+    result = Conversion(destination, config, notes=[f"{name} left out: {why}" for name, why in unused.items()])
     terms = read_terms(str(hf_path), revision, folder, result.notes)
     if upload_repo is not None:
         terms.check_upload()
-    writer = _Writer(tensors, layout, None if to_hf else scheme, dtype, to_hf, result)
+    tokenizer = [file for name in TOKENIZER_FILES for file in regular_files(folder, name)]
+    writer = _Writer(tensors, layout, None if to_hf else scheme, dtype, to, result)
     if to == "speculators":
         verifier = find_verifier(config, str(hf_path), terms.base_model, target, result.notes)
         written = speculators_config(config, verifier, result.notes)
@@ -126,6 +130,8 @@ def convert_draft(
     with _whole(destination) as temporary:
         writer.write(temporary, progress)
         (temporary / "config.json").write_text(json.dumps(written, indent=4) + "\n")
+        for file in tokenizer:  # by which a target of another tokenizer is known
+            shutil.copyfile(file, temporary / file.name)
         write_card(temporary, revision, terms, to, result)
     if upload_repo is not None:
         upload(destination, upload_repo)
@@ -219,7 +225,7 @@ class _Writer:
     layout: Layout
     scheme: Quantized | None
     dtype: str | None
-    to_hf: bool
+    to: str
     result: Conversion
 
     def write(self, folder: Path, progress: Callable[[int, int], None]) -> None:
@@ -230,7 +236,9 @@ class _Writer:
             file = "model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
             arrays = self._convert(names)
             try:
-                mx.save_safetensors(str(folder / file), arrays, metadata={"format": "pt" if self.to_hf else "mlx"})
+                mx.save_safetensors(
+                    str(folder / file), arrays, metadata={"format": "mlx" if self.to == "mlx" else "pt"}
+                )
             except RuntimeError as error:
                 raise DFlashError(f"{self.result.path}: can't be written ({error}); is the disk full?") from None
             index.update(dict.fromkeys(arrays, file))
@@ -266,12 +274,12 @@ class _Writer:
         arrays = make(names, self.layout.recipes, self.tensors)  # lazy
         folder = self.layout.recipes[names[0]].file.parent
         refuse_non_finite(arrays, folder)
-        refuse_bad_ids(arrays, self.layout.config, folder)
+        refuse_bad_ids(arrays, self.layout, self.tensors, folder)
         out: dict[str, mx.array] = {}
         for name, array in arrays.items():
             path, _, kind = name.rpartition(".")
             if path in self.layout.quantized:
-                if not self.to_hf:
+                if self.to == "mlx":
                     out[name] = array
                 elif kind == "weight":
                     out[name] = self._dequantized(path, arrays)
@@ -283,6 +291,9 @@ class _Writer:
                 self.result.quantized += 1
             else:
                 out[name] = self._cast(array)
+        if self.to == "speculators" and "d2t" in out:
+            out["t2d"] = target_ids(out["d2t"], self.layout.config.vocab_size)
+            out["d2t"] = out["d2t"].astype(mx.int64)
         return out
 
     def _quantizable(self, name: str) -> bool:

@@ -28,7 +28,7 @@ LAYER_FIELDS = (
 STATED = {
     *LAYER_FIELDS, *DFLASH2_FIELDS, "rope_theta", "rope_scaling", "layer_types", "is_causal", "block_size",
     "mask_token_id", "target_layer_ids", "num_target_layers", "target_hidden_size", "dtype",
-    "attention_output_bias",
+    "attention_output_bias", "sample_from_anchor", "draft_vocab_size", "has_embed_tokens", "has_lm_head",
 }  # fmt: skip
 
 
@@ -78,25 +78,27 @@ def speculators_config(config: DraftConfig, verifier: Verifier, notes: list[str]
         notes.append("vLLM makes every layer of this layout causal or none, this draft has both; serve --to hf there")
     if second:
         notes.append("no engine reads DFlash 2 in this layout by itself yet; serve --to hf, see docs/serving.md")
+    if config.has_embed_tokens:
+        notes.append("embed_tokens is written, but `speculators` takes the target's; serve --to hf if they differ")
     return {
         "architectures": ours["architectures"],
         "speculators_model_type": kind,
         "speculators_version": VERSION,
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],  # 0 is the embedding here
         "block_size": config.block_size,
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "mask_token_id": config.mask_token_id,
-        "sample_from_anchor": False,
+        "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": not any(causal),
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         **second,
-        **({"dtype": config.dtype} if config.dtype else {}),
+        **{name: getattr(config, name) for name in ("dtype", "num_target_layers") if getattr(config, name) is not None},
         "transformer_layer_config": _layers(config),
         "speculators_config": {
             "algorithm": kind,
             "proposal_methods": [{
-                "proposal_type": "greedy", "speculative_tokens": config.block_size - 1,
+                "proposal_type": "greedy", "speculative_tokens": config.widest_block - 1,
                 "verifier_accept_k": 1, "accept_tolerance": 0.0,
             }],
             "default_proposal_method": "greedy",
@@ -130,6 +132,8 @@ def _refuse_unstatable(config: DraftConfig, verifier: Verifier) -> None:
         ),
         f"target_hidden_size {width} beside hidden_size {config.hidden_size}": width not in (None, config.hidden_size),
         f"a tap of the target's last layer, {last}": last in config.target_layer_ids,
+        "lm_head of its own for the whole vocabulary": config.has_lm_head and not config.draft_vocab_size,
+        "a reduced vocabulary of DFlash 2": config.kind == "dflash2" and bool(config.draft_vocab_size),
     }
     for fact in dataclasses.fields(config):
         value = getattr(config, fact.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,18 @@ from .draft.fields import MAX_SIZE, brief, read_json
 from .errors import DraftError, TargetError
 from .families import families
 from .target import Target
+
+# Where a tokenizer states its special tokens: file -> (field, what it should be, its value to token -> id).
+SPECIAL_TOKENS: dict[str, tuple[str | None, str, Callable[[Any], dict[str, int]]]] = {
+    "added_tokens.json": (
+        None, "an object of tokens with ids", lambda ids: {token: int(number) for token, number in ids.items()}),
+    "tokenizer_config.json": (
+        "added_tokens_decoder", "an object of ids with tokens",
+        lambda tokens: {token["content"]: int(number) for number, token in tokens.items()}),
+    "tokenizer.json": (
+        "added_tokens", "a list of tokens with ids",
+        lambda tokens: {token["content"]: int(token["id"]) for token in tokens}),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,20 +119,33 @@ def check_family(name: str, config: Mapping[str, Any]) -> None:
     target.require_rewindable(target.make_cache())
 
 
-def check_special_tokens(draft: Path, target: Path, draft_name: str) -> None:
-    """Raise `DraftError` when the draft ships a tokenizer whose special tokens have other ids than the target's."""
+def check_special_tokens(draft: Path, target: Path, draft_name: str, mask_token_id: int) -> None:
+    """Raise `DraftError` when the draft ships a tokenizer whose special tokens have other ids than the target's.
+
+    The mask token may have another name at the same id: drafts rename an id that the target never emits.
+    """
     ours, theirs = _special_tokens(draft), _special_tokens(target)
+    named = {number: token for token, number in theirs.items()}
     for token, number in ours.items():
-        if token in theirs and theirs[token] != number:
-            raise DraftError(
-                f"draft {draft_name} was made for another tokenizer: {token} is {number} there, {theirs[token]} here"
-            )
+        if theirs.get(token, number) != number:
+            problem = f"{brief(token)} is {number} there, {theirs[token]} here"
+        elif number != mask_token_id and named.get(number, token) != token:
+            problem = f"{number} is {brief(token)} there, {brief(named[number])} here"
+        else:
+            continue
+        raise DraftError(f"draft {draft_name} was made for another tokenizer: {problem}")
 
 
 def _special_tokens(folder: Path) -> dict[str, int]:
-    file = folder / "tokenizer.json"
-    added = (read_json(file).get("added_tokens") or []) if file.is_file() else []
-    try:
-        return {entry["content"]: entry["id"] for entry in added}
-    except (KeyError, TypeError):
-        raise DraftError(f"{file}: added_tokens: {brief(added)} is not a list of tokens with ids") from None
+    """Token -> id, from each file that may state them."""
+    found: dict[str, int] = {}
+    for name, (field, what, read) in SPECIAL_TOKENS.items():
+        if not (file := folder / name).is_file():
+            continue
+        stated = read_json(file)
+        added = (stated.get(field) if field else stated) or {}
+        try:
+            found |= read(added)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            raise DraftError(f"{file}: {f'{field}: ' if field else ''}{brief(added)} is not {what}") from None
+    return found

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer.json", "README.md")
+CONFIG_FILES = (
+    "config.json", "generation_config.json", "README.md",
+    "tokenizer.json", "tokenizer_config.json", "added_tokens.json",
+)  # fmt: skip
 PATH_LIKE = re.compile(r"[./~]|[A-Za-z]:[\\/]|.*\\|.*/.*/")  # matched at the start; a repo is `name` or `org/name`
 
 

@@ -294,8 +294,9 @@ def _take(result: Plan, name: str, revision: str | None, target_folder: Path, co
     facts = TargetFacts.from_config(result.model, config)
     if name not in demo.DRAFTS:
         folder = peek_draft(name, revision)
-        check_fit(folder_config(folder), facts, name)
-        check_special_tokens(folder, target_folder, name)
+        stated = folder_config(folder)
+        check_fit(stated, facts, name)
+        check_special_tokens(folder, target_folder, name, stated.mask_token_id)
     check_family(result.model, config)
     folder = fetch_draft(name, revision)
     draft_config = check_draft_folder(folder).config

@@ -254,6 +254,7 @@ WIDE_GATES = {f"layers__{i}__self_attn__g_proj__weight": random(64, 64, seed=30 
 TAP_NORMS = {f"aux_hidden_norms__{i}__weight": 1 + random(64, seed=40 + i, scale=0.2) for i in range(2)}
 OWN = {"embed_tokens__weight": random(256, 64, seed=50), "lm_head__weight": random(256, 64, seed=51)}
 KNOWN = mx.array([1, 2, 4, 8, 9, 40, 77, 200])  # target ids of a reduced vocabulary
+MARKED = mx.array([token in KNOWN.tolist() for token in range(VOCAB)])  # t2d
 SMALL = {"lm_head__weight": random(8, 64, seed=52), "d2t": KNOWN - mx.arange(8)}
 MASK = {"mask_embedding": random(64, seed=53)}
 
@@ -319,7 +320,7 @@ OTHER: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Callable[[T
     "a gated q_proj alone": (zlab(), plus(**WIDE_GATES), interleaved, {"gate": "sigmoid"}),
     "own embedding and head": (zlab(), plus(**OWN), as_it_is, {}),
     "own mask embedding": (zlab(), plus(**MASK), as_it_is, {}),
-    "reduced vocabulary": (speculators(draft_vocab_size=8), plus(**SMALL), plus(t2d=mx.zeros((256,), mx.bool_)), {}),
+    "reduced vocabulary": (speculators(draft_vocab_size=8), plus(**SMALL), plus(t2d=MARKED), {}),
     "reduced vocabulary, soft-capped": (
         zlab(draft_vocab_size=8, final_logit_softcapping=3.0, **nested(output_multiplier=0.5)),
         plus(**SMALL), renamed("d2t", "draft_id_to_target_id"), {"cap": 3.0, "multiplier": 0.5}),
@@ -387,13 +388,18 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str]] = {
     "speculators of another method": (speculators(speculators_model_type="eagle3"), dict, "'eagle3'"),
     "speculators with DSpark": (speculators(speculators_model_type="dspark"), dict, "'dspark'"),
     "a reduced vocabulary without its map": (
-        speculators(draft_vocab_size=8), plus(lm_head__weight=SMALL["lm_head__weight"]), "d2t"),
+        speculators(draft_vocab_size=8), plus(lm_head__weight=SMALL["lm_head__weight"]),
+        "tensor d2t is missing, the map from draft ids to target ids"),
     "a reduced vocabulary without its head": (
         speculators(draft_vocab_size=8), plus(d2t=SMALL["d2t"]), "lm_head.weight"),
     "a head of another size": (speculators(draft_vocab_size=9), plus(**SMALL), "config.json asks for [9"),
     "a map that nobody asked for": (zlab(), plus(**SMALL), "draft_vocab_size"),
     "a map beyond the vocabulary": (zlab(draft_vocab_size=8), plus(**{**SMALL, "d2t": SMALL["d2t"] + 200}), "d2t"),
     "a map that names a token twice": (zlab(draft_vocab_size=8), plus(**{**SMALL, "d2t": -mx.arange(8)}), "d2t"),
+    "a mask that marks nothing": (
+        zlab(draft_vocab_size=8), plus(**SMALL, t2d=mx.zeros((VOCAB,), mx.bool_)), "t2d marks other target ids"),
+    "a mask of another vocabulary": (
+        zlab(draft_vocab_size=8), plus(**SMALL, model__t2d=MARKED[:250]), "model.t2d marks other target ids"),
     "a map of fractions": (
         zlab(draft_vocab_size=8), plus(**{**SMALL, "d2t": mx.ones((8,))}), "d2t is stored as F32"),
     "more draft tokens than target tokens": (zlab(draft_vocab_size=300), dict, "draft_vocab_size"),

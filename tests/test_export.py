@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from dflash_mlx.convert.export import Verifier, find_verifier, speculators_config
+from layouts import MARKED, SMALL, TABLE, base, plus, speculators
 from reference.speculators_cases import DRAFTS, SECOND, SLIDING, write_pair
-from tiny import draft_config, target_config
+from tiny import draft2_config, draft_config, target_config
 
 from dflash_mlx import DFlashError, DraftError, convert_draft
 from dflash_mlx.draft import DraftConfig
@@ -52,8 +53,9 @@ def assert_same_tensors(a: Path, b: Path) -> None:
 
 
 def assert_same_config(ours: dict[str, Any], theirs: dict[str, Any], target: str) -> None:
-    """Key by key, except for the package's defaults and for the one value in which we differ on purpose."""
+    """Key by key, except for the package's defaults and for the two values in which we differ on purpose."""
     ours, theirs = json.loads(json.dumps(ours)), json.loads(json.dumps(theirs))
+    assert ours.pop("num_target_layers") == theirs.pop("num_target_layers", 4) == 4  # its own converter drops it
     theirs["speculators_config"]["verifier"]["name_or_path"] = target
     if "sliding_attention" not in theirs["transformer_layer_config"]["layer_types"]:
         theirs["sliding_window_non_causal"] = True  # vLLM takes it for full layers too, where the package ignores it
@@ -90,11 +92,62 @@ def test_back_from_the_layout_is_bit_equal(tmp_path: Path, name: str) -> None:
     read_or_skip(lambda: convert_draft(tmp_path / "out", tmp_path / "mlx"), "this layout is not read yet")
     assert_same_tensors(tmp_path / "mlx", source)
     ours, theirs = (DraftConfig.from_file(folder / "config.json") for folder in (tmp_path / "mlx", source))
-    for fact in ("target_layer_ids", "block_size", "mask_token_id", "rope_theta", "layer_types", "sliding_window"):
+    for fact in (
+        "target_layer_ids", "block_size", "mask_token_id", "rope_theta", "layer_types", "sliding_window",
+        "num_target_layers",
+    ):  # fmt: skip
         assert getattr(ours, fact) == getattr(theirs, fact), fact
     assert [ours.causal(i) for i in range(2)] == [theirs.causal(i) for i in range(2)]
     assert export(tmp_path / "mlx", target, tmp_path / "again") == first
     assert_same_tensors(tmp_path / "again", tmp_path / "out")
+
+
+# What the layout has besides z-lab's: config.json's changes, and the tensors.
+IDS = {**SMALL, "d2t": SMALL["d2t"].astype(mx.int64)}
+OWN_FACTS: dict[str, tuple[dict[str, Any], dict[str, mx.array]]] = {
+    "the anchor predicts": (
+        {"sample_from_anchor": True, "speculators_config": {"proposal_methods": [{"speculative_tokens": 8}]}}, {}),
+    "reduced vocabulary": ({"draft_vocab_size": 8}, {**IDS, "t2d": MARKED}),
+    "with an embedding": ({"draft_vocab_size": 8}, {**IDS, "t2d": MARKED, "embed_tokens__weight": TABLE}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_FACTS)
+def test_a_draft_of_the_layout_comes_back_bit_equal(tmp_path: Path, name: str) -> None:
+    changes, extra = OWN_FACTS[name]
+    _, target = write_pair(tmp_path)
+    source = tmp_path / "source"
+    source.mkdir()
+    stated = speculators(aux_hidden_state_layer_ids=[1, 3], sliding_window_non_causal=True, **changes)
+    (source / "config.json").write_text(json.dumps(stated))
+    mx.save_safetensors(str(source / "model.safetensors"), plus(**extra)(base()), {"format": "pt"})
+    convert_draft(source, tmp_path / "mlx")
+    config = export(tmp_path / "mlx", target, tmp_path / "again")
+    assert_same_tensors(tmp_path / "again", source)
+    result = convert_draft(source, tmp_path / "at once", to="speculators", target=str(target))
+    assert json.loads((tmp_path / "at once" / "config.json").read_text()) == config
+    assert_same_tensors(tmp_path / "at once", source)
+    assert not any("t2d" in note for note in result.notes)
+    assert any("embed_tokens" in note for note in result.notes) == ("embed_tokens__weight" in extra)
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7 + config["sample_from_anchor"]
+    for key in ("sample_from_anchor", "draft_vocab_size", "aux_hidden_state_layer_ids", "block_size", "mask_token_id"):
+        assert config[key] == stated[key], key
+
+
+def test_what_only_the_package_would_replace_or_refuse_is_refused() -> None:
+    own, second = draft_config(), draft2_config(draft_vocab_size=8)
+    own["dflash_config"] = {**own["dflash_config"], "has_lm_head": True}
+    for raw, problem in ((own, "lm_head of its own"), (second, "a reduced vocabulary of DFlash 2")):
+        with pytest.raises(DraftError, match=f"no place for {problem}"):
+            speculators_config(DraftConfig.from_dict(raw), Verifier("a/b"), [])
+
+
+def test_a_target_of_another_depth_is_refused_after_the_way_back(tmp_path: Path) -> None:
+    source, target = write_pair(tmp_path, num_target_layers=6)
+    with pytest.raises(DraftError, match="num_target_layers 6 against 4"):
+        export(source, target, tmp_path / "out")
+    config = speculators_config(DraftConfig.from_file(source / "config.json"), Verifier("a/b"), [])
+    assert DraftConfig.from_dict(config).num_target_layers == 6
 
 
 def test_a_quantised_draft_is_dequantised(tmp_path: Path) -> None:

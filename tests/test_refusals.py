@@ -218,7 +218,7 @@ DRAFTS: dict[str, tuple[Callable[[Pair], Any], tuple[str, ...]]] = {
         lambda p: p.tensors(norm__weight=mx.ones((63,))),
         ("norm.weight has shape [63], config.json asks for [64]",),
     ),
-    "another number of layers": (lambda p: p.config(num_hidden_layers=3), ("tensor layers.2.", "is missing")),
+    "another number of layers": (lambda p: p.config(num_hidden_layers=3), ("tensors layers.2.", "more are missing")),
     "missing tensor": (lambda p: p.tensors(drop="hidden_norm.weight"), ("tensor hidden_norm.weight is missing",)),
     "unknown tensor": (
         lambda p: p.tensors(layers__0__surprise=mx.ones((2,))),
@@ -238,7 +238,7 @@ DRAFTS: dict[str, tuple[Callable[[Pair], Any], tuple[str, ...]]] = {
     ),
     "second generation without its tensors": (
         lambda p: p.config(conv_kernel_size=2, conv_group_size=16, selector_rank=8, selector_top_k=4),
-        ("attention_conv.base_kernel and 10 more is missing",),
+        ("this is a DFlash (v1) draft, but config.json describes DFlash 2",),
     ),
     "DSpark": (lambda p: p.tensors(markov_head__weight=mx.ones((4, 64))), ("a DSpark draft",)),
     "its own head and vocabulary": (
@@ -363,6 +363,16 @@ def ship_tokenizers(pair: Pair) -> None:
         (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
 
 
+def ship(pair: Pair, name: str, draft: dict[str, Any], target: dict[str, Any]) -> None:
+    for folder, content in ((pair.draft, draft), (pair.target, target)):
+        (folder / name).write_text(json.dumps(content))
+
+
+def decoder(**tokens: str) -> dict[str, Any]:
+    """A tokenizer_config.json; id as `_7` -> token."""
+    return {"added_tokens_decoder": {number[1:]: {"content": token} for number, token in tokens.items()}}
+
+
 PAIRS: dict[str, tuple[Callable[[Pair], Any], tuple[str, ...]]] = {
     "vocabulary": (lambda p: p.config(vocab_size=300), ("vocab_size 300 against 256",)),
     "width": (lambda p: p.target_config(hidden_size=128), ("hidden_size 64 against 128",)),
@@ -372,7 +382,30 @@ PAIRS: dict[str, tuple[Callable[[Pair], Any], tuple[str, ...]]] = {
         lambda p: p.config(num_target_layers=None, dflash_config={"target_layer_ids": [0, 9], "mask_token_id": 255}),
         ("taps layer 9 of 4 layers",),
     ),
-    "special tokens": (ship_tokenizers, ("made for another tokenizer: <|mask|> is 255 there, 251 here",)),
+    "special tokens": (ship_tokenizers, ("made for another tokenizer: '<|mask|>' is 255 there, 251 here",)),
+    "special tokens of tokenizer_config.json": (
+        lambda p: ship(p, "tokenizer_config.json", decoder(_7="<a>"), decoder(_8="<a>")),
+        ("made for another tokenizer: '<a>' is 7 there, 8 here",),
+    ),
+    "special tokens of added_tokens.json": (
+        lambda p: ship(p, "added_tokens.json", {"<a>": 7}, {"<a>": 8}),
+        ("made for another tokenizer: '<a>' is 7 there, 8 here",),
+    ),
+    "another special token at the same id": (
+        lambda p: (
+            ship(p, "added_tokens.json", {"<a>": 7}, {}),
+            ship(p, "tokenizer_config.json", {}, decoder(_7="<b>", _255="<free>")),
+        ),
+        ("made for another tokenizer: 7 is '<a>' there, '<b>' here",),
+    ),
+    "a tokenizer_config.json with other tokens": (
+        lambda p: ship(p, "tokenizer_config.json", {"added_tokens_decoder": {"a": {"content": "a"}}}, {}),
+        ("tokenizer_config.json: added_tokens_decoder: ", "is not an object of ids with tokens"),
+    ),
+    "an added_tokens.json with other tokens": (
+        lambda p: ship(p, "added_tokens.json", {"a": [1]}, {}),
+        ("added_tokens.json: ", "is not an object of tokens with ids"),
+    ),
     "a tokenizer that is no JSON": (
         lambda p: (p.draft / "tokenizer.json").write_text("{"),
         ("tokenizer.json: not valid JSON",),
@@ -390,6 +423,35 @@ def test_a_pair_that_does_not_fit_is_refused_with_both_numbers(pair, name):
     damage(pair)
     assert_refused(pair.generate(), *says)
     assert pair.heavy == []
+
+
+def test_the_mask_token_may_have_a_name_of_its_own(pair):
+    ship(pair, "added_tokens.json", {"<|mask|>": 255}, {"<|reserved|>": 255})
+    assert_refused(pair.generate(), "mlx-lm can't load it (Loaded: ")
+
+
+def test_a_draft_of_another_tokenizer_is_refused_after_conversion_too(pair):
+    ship_tokenizers(pair)
+    ship(pair, "special_tokens_map.json", {"eos_token": "<|end|>"}, {})
+    before = pair.generate()
+    assert_refused(before, "made for another tokenizer")
+    assert pair.convert().code == 0
+    for name in ("tokenizer.json", "special_tokens_map.json"):
+        assert (pair.out / name).read_bytes() == (pair.draft / name).read_bytes()
+    after = pair.generate(draft=pair.out)
+    assert_refused(after, before.err.strip().replace(str(pair.draft), str(pair.out)))
+    assert pair.heavy == []
+
+
+def test_a_tokenizer_file_that_is_a_pipe_or_leads_out_is_not_carried(pair):
+    name = pair.draft / "added_tokens.json"
+    os.mkfifo(name)
+    assert_refused(pair.convert(), "added_tokens.json: no regular file")
+    name.unlink()
+    (pair.folder / "elsewhere").write_text("{}")
+    name.symlink_to(pair.folder / "elsewhere")
+    assert_refused(pair.convert(), "added_tokens.json: a link that leads out")
+    assert not pair.out.exists()
 
 
 # the target: what is done to it with an explicit draft beside it

@@ -25,9 +25,13 @@ MAX_TENSORS = 65_536
 MAX_DIMENSIONS = 8
 MAX_NAME = 256
 INDEX = "model.safetensors.index.json"
-JSON_FILES = {  # and the most bytes that each may have
+TOKENIZER_FILES = {  # by which a draft tells of what tokenizer it is, and the most bytes that each may have
+    "tokenizer.json": 128 * 2**20, "tokenizer_config.json": 2**24, "added_tokens.json": 2**24,
+    "special_tokens_map.json": 2**20,
+}  # fmt: skip
+JSON_FILES = {
     "config.json": 2**20, "generation_config.json": 2**20, "hf_quant_config.json": 2**20,
-    INDEX: MAX_HEADER, "tokenizer.json": 128 * 2**20,
+    INDEX: MAX_HEADER, **TOKENIZER_FILES,
 }  # fmt: skip
 
 FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}

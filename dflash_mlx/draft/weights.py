@@ -26,7 +26,7 @@ from .dflash2 import DFlash2DraftModel
 from .fields import brief, read_json
 from .headers import FLOATS, TensorInfo, check_folder, load_file, read_headers
 from .model import DFlashDraftModel
-from .recipes import Recipe, Recipes, canonical_recipes
+from .recipes import Recipe, Recipes, canonical_name, canonical_recipes
 
 MODELS: dict[str, type[DFlashDraftModel]] = {"dflash": DFlashDraftModel, "dflash2": DFlash2DraftModel}  # by kind
 
@@ -42,11 +42,11 @@ MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "mxfp8": ((8,), (32,)),
 }
 
+DFLASH2_PARTS = ("candidate_selector.", "attention_conv.", "mlp_conv.")  # of the names of tensors that v1 lacks
+
 # What a tensor name that the draft should not have tells about the folder, most telling first.
 FOREIGN_TENSORS = {
-    "candidate_selector.": "a DFlash 2 draft, but config.json describes a DFlash (v1) draft",
-    "attention_conv.": "a DFlash 2 draft, but config.json describes a DFlash (v1) draft",
-    "mlp_conv.": "a DFlash 2 draft, but config.json describes a DFlash (v1) draft",
+    **dict.fromkeys(DFLASH2_PARTS, "a DFlash 2 draft, but config.json describes a DFlash (v1) draft"),
     "markov_head.": "a DSpark draft, which is not supported",
     "confidence_head.": "a DSpark draft, which is not supported",
     "prefix_gru.": "a Domino draft, which is not supported",
@@ -105,9 +105,7 @@ def check_tensors(config: DraftConfig, tensors: Mapping[str, TensorInfo], folder
                 _match(name, recipe, expected)
         else:
             _match(name, recipe, expected)
-    if missing := [name for name in expected if name not in recipes]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise DraftError(f"{folder}: tensor {missing[0]}{more} is missing; the download may be incomplete")
+    _refuse_missing(config, [name for name in expected if name not in recipes], expected, folder)
     if config.tap_size != config.hidden_size and not (config.has_embed_tokens and config.has_lm_head):
         raise DraftError(
             f"{folder}: target_hidden_size {config.tap_size} differs from hidden_size {config.hidden_size}, so the "
@@ -137,6 +135,24 @@ def _refuse_foreign(recipes: Recipes, expected: Mapping[str, tuple[int, ...]]) -
     for part, meaning in FOREIGN_TENSORS.items():
         if name := next((name for name in unknown if part in name), None):
             raise DraftError(f"{recipes[name].file}: this is {meaning} (it has {brief(name)})")
+
+
+def _refuse_missing(config: DraftConfig, missing: list[str], expected: Iterable[str], folder: Path) -> None:
+    if not missing:
+        return
+    second = {name for name in expected if any(part in name for part in DFLASH2_PARTS)}
+    if second and second <= set(missing):
+        raise DraftError(
+            f"{folder}: this is a DFlash (v1) draft, but config.json describes DFlash 2 (no tensor of its convolutions "
+            "and selector is there); get the config.json that belongs to the tensors"
+        )
+    if "d2t" in missing:
+        raise DraftError(
+            f"{folder}: tensor d2t is missing, the map from draft ids to target ids, which the reduced vocabulary of "
+            f"draft_vocab_size {config.draft_vocab_size} needs; download the draft again"
+        )
+    what = f"s {missing[0]} and {len(missing) - 1} more are" if len(missing) > 1 else f" {missing[0]} is"
+    raise DraftError(f"{folder}: tensor{what} missing; the download may be incomplete")
 
 
 def _match(name: str, recipe: Recipe, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -186,13 +202,14 @@ def load_draft_folder(
     Raises:
         DraftError: see `DraftConfig.from_dict`, `read_headers`, `check_tensors`; or a weight is not finite.
     """
-    (config, quantized, recipes, _), tensors = _read(folder)
+    layout, tensors = _read(folder)
+    config, quantized, recipes, _ = layout
     model = MODELS[config.kind](config, attn_implementation)
     if quantized:
         nn.quantize(model, class_predicate=lambda path, _: vars(quantized[path]) if path in quantized else False)
     weights = make(recipes, recipes, tensors)
     refuse_non_finite(weights, folder)
-    refuse_bad_ids(weights, config, folder)
+    refuse_bad_ids(weights, layout, tensors, folder)
     model.load_weights(list(weights.items()))
     stored = model.norm.weight.dtype
     chosen, note = compute_dtype(stored, bool(quantized), dtype)
@@ -248,16 +265,34 @@ def folder_facts(folder: Path) -> tuple[dict[str, Any], str]:
     return facts, str(file)
 
 
-def refuse_bad_ids(weights: Mapping[str, mx.array], config: DraftConfig, source: Path) -> None:
-    """Raise `DraftError` unless the vocabulary map gives every draft id a target id of its own."""
+def refuse_bad_ids(
+    weights: Mapping[str, mx.array], layout: Layout, tensors: Mapping[str, TensorInfo], source: Path
+) -> None:
+    """Raise `DraftError` unless the vocabulary map gives every draft id a target id of its own, which `t2d` marks.
+
+    Args:
+        weights: by canonical name. tensors: of the files, where `t2d` may be. source: named in errors.
+    """
     if (offsets := weights.get("d2t")) is None:
         return
+    vocab = layout.config.vocab_size
     ids = sorted(cast(list[int], (mx.arange(offsets.size) + offsets).tolist()))
-    if ids[0] < 0 or ids[-1] >= config.vocab_size or len(set(ids)) < len(ids):
+    if ids[0] < 0 or ids[-1] >= vocab or len(set(ids)) < len(ids):
         raise DraftError(
             f"{source}: d2t gives {len(ids)} draft ids {len(set(ids))} target ids from {ids[0]} to {ids[-1]}; "
-            f"they must all differ and be below vocab_size {config.vocab_size}"
+            f"they must all differ and be below vocab_size {vocab}"
         )
+    if name := next((name for name in layout.unused if canonical_name(name) == "t2d"), None):
+        file = tensors[name].file
+        if not mx.array_equal(load_file(file)[name].astype(mx.bool_), target_ids(offsets, vocab)):
+            raise DraftError(f"{file}: {name} marks other target ids than d2t gives; download the draft again")
+
+
+def target_ids(d2t: mx.array, vocab: int) -> mx.array:
+    """`t2d` [vocab]: whether a target id has a draft id."""
+    marked = mx.zeros((vocab,), mx.bool_)
+    marked[mx.arange(d2t.size) + d2t] = True
+    return marked
 
 
 def refuse_non_finite(weights: Mapping[str, mx.array], source: Path) -> None:
