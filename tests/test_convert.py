@@ -410,7 +410,14 @@ def test_the_card_names_source_and_licence(tmp_path, folder):
 
 @pytest.mark.parametrize(
     "readme",
-    [None, "# no front matter", "---\nlicense: [\n---\n", "---\nx: " + "[" * 5000 + "\n---\n", "---\n- a list\n---\n", b"---\nlicense: \xff\n---\n"],
+    [
+        None,
+        "# no front matter",
+        "---\nlicense: [\n---\n",
+        "---\nx: " + "[" * 5000 + "\n---\n",
+        "---\n- a list\n---\n",
+        b"---\nlicense: \xff\n---\n",
+    ],
 )
 def test_a_source_without_a_licence_is_said_so(tmp_path, folder, monkeypatch, readme):
     if readme is not None:
