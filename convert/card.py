@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dflash_mlx import demo
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.loading import LICENCE_FILES
 
 from .licence import Terms
 
@@ -62,9 +61,8 @@ def write_card(folder: Path, revision: str | None, terms: Terms, to: str, result
         licence=" ".join((f"{terms.described}.", *terms.notices)),
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{text}").save(folder / "README.md")
-    for name in LICENCE_FILES:
-        for file in terms.folder.glob(name):
-            shutil.copy(file, folder / file.name)
+    for file in terms.files:
+        shutil.copy(file, folder / file.name)
 
 
 def check_repo_name(repo: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from dflash_mlx.draft.config import DraftConfig
+from dflash_mlx.draft.config import READ_HERE_ONLY, DraftConfig
 from dflash_mlx.draft.headers import FLOATS, TOKENIZER_FILES, TensorInfo, read_headers, regular_files
 from dflash_mlx.draft.recipes import canonical_name
 from dflash_mlx.draft.weights import (
@@ -127,8 +127,17 @@ def convert_draft(
         written = speculators_config(config, verifier, result.notes)
     else:
         written = config.to_dict()
+    if to == "hf":
+        result.notes += [
+            f"only dflash-mlx reads {name}; z-lab's own code would run another model"
+            for name in READ_HERE_ONLY
+            if name in {**written, **written["dflash_config"]}
+        ]
     with _whole(destination) as temporary:
         writer.write(temporary, progress)
+        if scheme and not result.quantized:
+            why = f"no matrix has columns that --q-group-size {scheme.group_size} divides"
+            raise DFlashError(f"-q: {why}; choose a smaller one or another --q-mode, or leave out -q")
         (temporary / "config.json").write_text(json.dumps(written, indent=4) + "\n")
         for file in tokenizer:  # by which a target of another tokenizer is known
             shutil.copyfile(file, temporary / file.name)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dflash_mlx import demo, registry
-from dflash_mlx.errors import DFlashError
-from dflash_mlx.loading import SUBFOLDER
+from dflash_mlx.draft.fields import brief
+from dflash_mlx.draft.headers import refuse_irregular
+from dflash_mlx.errors import DFlashError, DraftError
+from dflash_mlx.loading import LICENCE_FILES, SUBFOLDER
 
 HUB_IDS = {"mit", "apache-2.0", "gemma", "cc-by-nc-nd-4.0"}  # of the table's licences; the hub calls the rest "other"
+MAX_LICENCE = 2**20  # bytes of a file
 UNNAMED = {"", "other", "unknown"}
 NO_DERIVATIVES = re.compile(r"(^|[-_ ])nd([-_ /]|$)|no-?deriv", re.IGNORECASE)
 # What a licence wants said beside every copy.
@@ -33,6 +36,7 @@ class Terms:
         licence, name, link: as in the front matter of a card; `licence` is the hub's id, "other" where it has a name.
         base_model: the target, as the card or the table has it. tags: those of the source's card.
         gated: whether the source has terms that must be accepted before the download.
+        files: those with the text of the licence, which go with a copy.
     """
 
     source: str
@@ -43,6 +47,7 @@ class Terms:
     base_model: str | list[str] | None = None
     tags: list[str] = field(default_factory=list)
     gated: bool = False
+    files: list[Path] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
@@ -84,9 +89,10 @@ def read_terms(source: str, revision: str | None, folder: Path, notes: list[str]
         licence=named if isinstance(named, (str, list)) and named else None,
         name=_text(meta.get("license_name")),
         link=_text(meta.get("license_link")),
-        base_model=meta.get("base_model"),
-        tags=[tag for tag in meta.get("tags") or [] if isinstance(tag, str)],
+        base_model=_base_model(meta.get("base_model"), notes),
+        tags=[tag for tag in tags if isinstance(tag, str)] if isinstance(tags := meta.get("tags"), list) else [],
         gated=any(str(key).startswith("extra_gated") for key in meta),
+        files=_licence_files(folder, notes),
     )
     changes: dict[str, Any] = {}
     if terms.licence is None and folder.is_relative_to(Path(demo.__file__).parent):
@@ -101,6 +107,28 @@ def read_terms(source: str, revision: str | None, folder: Path, notes: list[str]
     return replace(terms, **changes)
 
 
+def _base_model(stated: object, notes: list[str]) -> str | list[str] | None:
+    names = stated if isinstance(stated, list) else [stated]
+    if stated is None or all(isinstance(name, str) and name.isprintable() for name in names):
+        return cast("str | list[str] | None", stated or None)
+    notes.append(f"README.md: base_model: {brief(stated)} is no name of a model, so it is not taken over")
+    return None
+
+
+def _licence_files(folder: Path, notes: list[str]) -> list[Path]:
+    """What may be copied of a stranger's folder; the rest is noted."""
+    files = []
+    for file in sorted(file for pattern in LICENCE_FILES for file in folder.glob(pattern)):
+        try:
+            refuse_irregular(file)
+            if (size := file.stat().st_size) > MAX_LICENCE:
+                raise DraftError(f"{file}: {size} bytes, {MAX_LICENCE} is the most; no licence needs so many")
+            files.append(file)
+        except DraftError as error:
+            notes.append(f"not copied: {error}")
+    return files
+
+
 def _front_matter(folder: Path, notes: list[str]) -> dict[str, Any]:
     """Of the source's README.md, {} without one; one that can't be read is noted."""
     from huggingface_hub.repocard import metadata_load
@@ -111,7 +139,7 @@ def _front_matter(folder: Path, notes: list[str]) -> dict[str, Any]:
         readme = folder.parent / "README.md"  # the repo's, target and draft alike
     try:
         return (metadata_load(readme) or {}) if readme.is_file() else {}
-    except (ValueError, YAMLError):
+    except (ValueError, YAMLError, RecursionError):
         notes.append(f"{readme}: its front matter can't be read, so the licence is not taken over")
         return {}
 

@@ -73,7 +73,8 @@ def bases_of(child: Ancestor, folder: Path) -> list[Ancestor]:
     """What a card says the model was made from, then what the config's `_name_or_path` says."""
     card = card_data(folder)
     stated = card.get("base_model")
-    names = [name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str) and name]
+    given = stated if isinstance(stated, list) else [stated]
+    names = [name for name in given if isinstance(name, str) and name and name.isprintable()]
     relation = "merge" if len(names) > 1 else card.get("base_model_relation")
     original = _name_or_path(folder)
     return [_base(child, name, relation) for name in names] + [_base(child, name, None) for name in original]
@@ -86,7 +87,7 @@ def card_data(folder: Path) -> dict[str, Any]:
 
     try:
         return metadata_load(folder / "README.md") or {}
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
 
 
@@ -102,4 +103,4 @@ def _name_or_path(folder: Path) -> list[str]:
     except (OSError, ValueError, RecursionError):
         return []
     name = config.get("_name_or_path") if isinstance(config, dict) else None
-    return [name] if isinstance(name, str) and name.strip() else []
+    return [name] if isinstance(name, str) and name.strip() and name.isprintable() else []

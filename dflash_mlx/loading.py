@@ -34,7 +34,7 @@ AUTO, NONE = "auto", "none"
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken", "*.model")
 LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
 DRAFT_FILES = ("*.json", "*.safetensors", "README.md", "mask_embedding.pt", *LICENCE_FILES)
-TORCH_FILES = ("*.bin", "*.pt")  # only where there is nothing better
+TORCH_FILES = ("*.bin", "*.pt", "*.pth")  # only where there is nothing better
 SUBFOLDER = "dflash"  # of a repo that holds the target as well (Xiaomi's MiMo)
 
 

@@ -410,7 +410,14 @@ def test_the_card_names_source_and_licence(tmp_path, folder):
 
 @pytest.mark.parametrize(
     "readme",
-    [None, "# no front matter", "---\nlicense: [\n---\n", "---\n- a list\n---\n", b"---\nlicense: \xff\n---\n"],
+    [
+        None,
+        "# no front matter",
+        "---\nlicense: [\n---\n",
+        "---\nx: " + "[" * 5000 + "\n---\n",
+        "---\n- a list\n---\n",
+        b"---\nlicense: \xff\n---\n",
+    ],
 )
 def test_a_source_without_a_licence_is_said_so(tmp_path, folder, monkeypatch, readme):
     if readme is not None:
@@ -423,6 +430,20 @@ def test_a_source_without_a_licence_is_said_so(tmp_path, folder, monkeypatch, re
     assert "draft [draft](.)" in text
     broken = readme is not None and not str(readme).startswith("#")
     assert any("front matter can't be read" in note for note in result.notes) == broken
+
+
+def test_only_the_folders_own_licence_files_are_copied(tmp_path, folder):
+    (tmp_path / "secret").write_text("secret")
+    (folder / "LICENSE").write_text("MIT")
+    (folder / "LICENSE.link").symlink_to(tmp_path / "secret")
+    (folder / "LICENSE.loop").symlink_to("LICENSE.loop")
+    (folder / "LICENSES").mkdir()
+    os.mkfifo(folder / "NOTICE")
+    (folder / "NOTICE.big").write_bytes(bytes(2**20 + 1))
+    result = convert_draft(folder, tmp_path / "out")
+    assert left(tmp_path / "out") == ["LICENSE", "README.md", "config.json", "model.safetensors"]
+    for name in ("LICENSE.link: a link that", "LICENSE.loop: no", "LICENSES: no", "NOTICE: no", "NOTICE.big: 1048577"):
+        assert any(note.startswith(f"not copied: {folder / name}") for note in result.notes), name
 
 
 # whole or not at all

@@ -45,6 +45,7 @@ SPELLINGS = {
     "layer_types explicit": spelled(layer_types=["full_attention"] * 2),
     "soft-cap off": spelled(final_logit_softcapping=0),
     "torch_dtype": spelled(dtype=None, torch_dtype="float32"),
+    "dtype as torch prints it": spelled(dtype="torch.float32"),
     "no num_target_layers": spelled(num_target_layers=None),
 }
 YARNS = {
@@ -156,12 +157,15 @@ FAULTS = {
         "rope_scaling.partial_rotary_factor",
     ),
     "partial rotary": (spelled(partial_rotary_factor=0.1), "partial_rotary_factor"),
+    "dtype of no weights": (spelled(dtype="float8"), "dtype: 'float8' is not one of float32, float16, bfloat16"),
+    "escapes as dtype": (spelled(dtype=None, torch_dtype="x\n\x1b[31m"), r"torch_dtype: 'x\n\x1b[31m' is not"),
     "DFlash 2 by name only": (spelled(architectures=["DFlash2DraftModel"]), "conv_kernel_size"),
     "DFlash 2 by one field": (spelled(dflash_config={**NESTED, "selector_rank": 8}), "conv_kernel_size"),
     **{f"DFlash 2 without {name}": (dflash2(**{name: None}), name) for name in SELECTOR},
     "group that does not divide": (dflash2(conv_group_size=24), "conv_group_size: 24 does not divide hidden_size 64"),
     "group wider than the hidden state": (dflash2(conv_group_size=128), "conv_group_size"),
     "more candidates than tokens": (dflash2(selector_top_k=257), "selector_top_k"),
+    "endless candidates": (dflash2(selector_top_k=257) | {"vocab_size": 151936}, "selector_top_k: 257 is out of range"),
     "no candidates": (dflash2(selector_top_k=0), "selector_top_k"),
     "rank of text": (dflash2(selector_rank="8"), "selector_rank"),
     "endless kernel": (dflash2(conv_kernel_size=10**6), "conv_kernel_size"),

@@ -170,6 +170,13 @@ def test_sliding_layers_hold_a_bounded_context() -> None:
     assert cache[2].visible == cache[2].rows == 4080
 
 
+def test_room_is_for_the_rows_held_not_for_the_window() -> None:
+    cache = DraftKVCache(window=2**31 - 1)
+    cache.write(mx.zeros((1, 1, 40, 2)), mx.zeros((1, 1, 40, 2)), 32)
+    assert cache.keys is not None
+    assert cache.keys.shape[2] <= 512
+
+
 def test_layer_types_absent_means_all_full() -> None:
     model, context, block = make_draft(FULL_CASE), draw(40), draw(BLOCK, "block")
     cache = model.make_cache()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from layouts import (
     FAULTS,
+    GATES,
     HIDDEN,
     KNOWN,
     MASK,
@@ -26,10 +27,12 @@ from layouts import (
     SINKS,
     SMALL,
     TABLE,
+    TAP_NORMS,
     VOCAB,
     Tensors,
     base,
     chain,
+    laguna,
     mimo,
     muse,
     nested,
@@ -127,6 +130,25 @@ def test_what_z_lab_has_no_word_for_agrees_with_plain_numpy(name, tmp_path):
         assert np.abs(expected - plain(base())).max() > 0.05  # the option does something
     assert_converts(folder, logits, tmp_path)
     assert inspect_draft(folder).problem is None
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "own"),
+    [
+        (zlab(final_logit_softcapping=30.0), base, []),
+        (laguna(), lambda: chain(plus(**GATES, **TAP_NORMS), QKV)(base()), ["gating", "aux_hidden_norms"]),
+        (mimo(), lambda: plus(**SINKS, **MASK)(base()), ["attention_sink_layers", "mask_embedding"]),
+        (zlab(), lambda: plus(**OWN)(base()), ["has_embed_tokens", "has_lm_head"]),
+        (OTHER["reduced vocabulary"][0], lambda: plus(**SMALL)(base()), ["draft_vocab_size"]),
+    ],
+    ids=["z-lab", "Laguna", "MiMo", "its own embedding", "reduced vocabulary"],
+)
+def test_the_pytorch_layout_says_what_only_we_read(config, change, own, tmp_path):
+    folder = write(tmp_path / "draft", config, change())
+    notes = [note.split(";")[0] for note in convert_draft(folder, tmp_path / "out", to="hf").notes]
+    assert {f"only dflash-mlx reads {name}" for name in own} <= set(notes)
+    assert any("only dflash-mlx reads" in note for note in notes) == bool(own)
+    assert not any("only dflash-mlx" in note for note in convert_draft(folder, tmp_path / "mlx").notes)
 
 
 # Other files ---------------------------------------------------------------------------------------

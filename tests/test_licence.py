@@ -142,3 +142,12 @@ def test_a_repo_without_a_licence_is_not_uploaded(tmp_path: Path) -> None:
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "some-lab/draft can't be passed on: it states no licence, so nobody may pass it on; ask its authors" in err
     assert hub.uploads == {}
+
+
+@pytest.mark.parametrize("stated", ["5", "{a: 1}", "[1, a/b]", "2024-01-01", '"a\\eb"'])
+def test_a_base_model_of_another_type_is_not_taken_over(tmp_path: Path, stated: str) -> None:
+    (tmp_path / "README.md").write_text(front(base_model=stated, license="mit", tags="5"))
+    notes: list[str] = []
+    read = read_terms("a/b", None, tmp_path, notes)
+    assert (read.licence, read.base_model, read.tags) == ("mit", None, [])
+    assert "base_model" in notes[0]

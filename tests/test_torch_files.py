@@ -166,6 +166,10 @@ def test_most_drafts_have_no_mask_embedding(tmp_path):
     assert mask_embedding(tmp_path) is None
 
 
+def named(token: Any) -> Any:
+    return {"embedding": torch.ones(8), "mask_token_id": torch.tensor(token)}
+
+
 @with_torch
 @pytest.mark.parametrize(
     ("state", "says"),
@@ -175,12 +179,26 @@ def test_most_drafts_have_no_mask_embedding(tmp_path):
         (torch.ones(8, dtype=torch.int64) if torch else None, "expected one row of numbers"),
         ({"embedding": torch.ones(8), "mask_token_id": -1} if torch else None, "mask_token_id: -1 is not a token id"),
         ({"embedding": torch.ones(8), "mask_token_id": "7"} if torch else None, "mask_token_id: '7' is not a token id"),
+        (torch.tensor(1.0) if torch else None, "expected one row of numbers"),
+        (torch.ones(8).to(torch.float8_e4m3fn) if torch else None, "expected one row of numbers"),
+        (torch.zeros(1).expand(2**33) if torch else None, "embedding has shape .8589934592. but fewer bytes"),
+        (torch.ones(8).to_sparse() if torch else None, "embedding is no plain tensor"),
+        (torch.ones(8, device="meta") if torch else None, "embedding is no plain tensor"),
+        (torch.ones(8, dtype=torch.complex64) if torch else None, "embedding has the dtype complex64"),
+        *((named(token), "mask_token_id") for token in (float("inf"), float("nan"), 7.0, 1j, True) if torch),
     ],
 )
 def test_a_mask_embedding_of_another_form_is_refused(tmp_path, state, says):
     torch.save(state, tmp_path / "mask_embedding.pt")
-    with pytest.raises(DraftError, match=says):
+    with pytest.raises(DraftError, match=says) as caught:
         mask_embedding(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@with_torch
+def test_a_tensor_stored_as_the_negative_of_another_is_read(tmp_path):
+    torch.save({"norm.weight": torch._neg_view(torch.ones(2))}, tmp_path / "m.bin")
+    assert load_file(tmp_path / "m.bin")["norm.weight"].tolist() == [-1.0, -1.0]
 
 
 # strange files

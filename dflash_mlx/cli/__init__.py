@@ -70,5 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    print(f"dflash-mlx: error: {' '.join(message.split())}", file=sys.stderr)
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(message.split()))
+    print(f"dflash-mlx: error: {line}", file=sys.stderr)
     return 1

@@ -135,7 +135,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser, max_tokens: int = 
         "--acceptance", choices=["match", "rejection"], default="match", help="how draft tokens are kept when sampling"
     )
     group.add_argument(
-        "--block-size", type=at_least(1), help="pin the tokens of a block, 1 decodes plainly; default: chosen by measured costs"
+        "--block-size", type=at_least(1), help="pin the block, 1 decodes plainly; default: chosen by measured costs"
     )
     group.add_argument(
         "--lookup", action="store_true", help="propose from the text itself where it repeats, the draft elsewhere"

@@ -73,7 +73,7 @@ class DraftKVCache:
         # Full layers grow by a quarter, so that copies stay a constant share of the rows ever written;
         # sliding layers move their window to the front of a buffer of fixed size.
         keep = self.visible
-        slack = max(STEP, self.window // 8) if self.window else (keep + new) // 4
+        slack = max(STEP, min(self.window, keep + new) // 8) if self.window else (keep + new) // 4
         capacity = -(-(keep + new + slack) // STEP) * STEP
         self.keys = self._moved(self.keys, keys, keep, capacity)
         self.values = self._moved(self.values, values, keep, capacity)

@@ -20,6 +20,12 @@ from .rope import Rope, read_ropes
 __all__ = ["FULL", "GATE_ACTIVATIONS", "MAX_LAYERS", "PER_ELEMENT", "PER_HEAD", "SLIDING", "DraftConfig", "Rope"]
 
 MAX_LAYERS = 1024  # far beyond any draft; a damaged count must not build layers for ever
+# Of the fields that `to_dict` writes where they are unusual, those that z-lab's own code passes over.
+READ_HERE_ONLY = (
+    "draft_vocab_size", "partial_rotary_factor", "is_neox_style", "swa_rope_parameters", "use_gemma_norm",
+    "sample_from_anchor", "attention_value_scale", "attention_output_bias", "attention_sink_layers", "qk_norm",
+    "gating", "aux_hidden_norms", "context_layernorm", "has_embed_tokens", "has_lm_head", "mask_embedding",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,7 @@ class DraftConfig:
             mask_embedding=read.flag("mask_embedding"),
             offset_norms=reading.offset_norms(read),
             **reading.dflash2(read, hidden, vocab),
-            dtype=read.optional("dtype", str) or read.optional("torch_dtype", str),
+            dtype=reading.dtype(read),
             quantization=read.optional("quantization", dict) or read.optional("quantization_config", dict),
         )
 

@@ -117,10 +117,15 @@ def regular_files(folder: Path, pattern: str) -> list[Path]:
     """The files of a folder that match, or `DraftError` where a match is a pipe, a device or a folder."""
     files = sorted(folder.glob(pattern))
     for file in files:
-        if not file.is_file():  # to open a pipe would wait for ever
-            raise DraftError(f"{file}: no regular file; remove it or download the draft again")
-        refuse_outside(file)
+        refuse_irregular(file)
     return files
+
+
+def refuse_irregular(file: Path) -> None:
+    """Raise `DraftError` for a pipe, a device or a folder, and for a link as `refuse_outside` does."""
+    if not file.is_file():  # to open a pipe would wait for ever
+        raise DraftError(f"{file}: no regular file; remove it or download the draft again")
+    refuse_outside(file)
 
 
 def check_folder(folder: Path) -> None:

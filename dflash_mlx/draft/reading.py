@@ -13,6 +13,7 @@ from .fields import MAX_SIZE, Fields, brief
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 PER_HEAD, PER_ELEMENT = "per-head", "per-element"
+DTYPES = ("float32", "float16", "bfloat16")
 GATE_ACTIVATIONS = ("softplus", "sigmoid")
 
 # Spellings of `target_layer_ids` whose numbers are one higher: they index transformers' `hidden_states`, in which the
@@ -33,6 +34,7 @@ PROJECTORS = {
 # What a DFlash 2 draft has besides; a draft with one of them needs all.
 DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 MAX_KERNEL = 256  # of a convolution, in block rows
+MAX_CANDIDATES = 256  # a slot; the walk scores every pair of two slots'
 
 
 def refuse_foreign(read: Fields) -> None:
@@ -192,6 +194,15 @@ def gate(read: Fields) -> tuple[str | None, str]:
     return gating, activation
 
 
+def dtype(read: Fields) -> str | None:
+    """What the weights are in, or were before they were quantised."""
+    name = next((name for name in ("dtype", "torch_dtype") if read.config.get(name)), "dtype")
+    stated = (read.optional(name, str) or "").removeprefix("torch.")
+    if stated and stated not in DTYPES:
+        raise read.error(name, f"{brief(stated)} is not one of {', '.join(DTYPES)}")
+    return stated or None
+
+
 def output_multiplier(read: Fields) -> float:
     """What the logits are multiplied with; `logit_scale` is vLLM's name for it."""
     ours, theirs = (read.optional_number(name) for name in ("output_multiplier", "logit_scale"))
@@ -207,7 +218,7 @@ def dflash2(read: Fields, hidden: int, vocab: int) -> dict[str, int]:
     named = any("DFlash2" in str(name) for name in read.optional("architectures", list) or [])
     if not named and all(read.get(name, default=None) in (None, 0) for name in DFLASH2_FIELDS):
         return {}
-    limits = dict(zip(DFLASH2_FIELDS, (MAX_KERNEL, hidden, MAX_SIZE, vocab), strict=True))
+    limits = dict(zip(DFLASH2_FIELDS, (MAX_KERNEL, hidden, MAX_SIZE, min(vocab, MAX_CANDIDATES)), strict=True))
     sizes = {name: read.positive(name, most) for name, most in limits.items()}
     if hidden % (group := sizes["conv_group_size"]):
         raise read.error("conv_group_size", f"{group} does not divide hidden_size {hidden}")

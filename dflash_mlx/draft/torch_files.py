@@ -33,6 +33,7 @@ DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
+REAL = ("float64", "float32", "float16", "bfloat16")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -69,9 +70,12 @@ def mask_embedding(folder: Path) -> tuple[mx.array, int | None] | None:
     token: Any = None
     if isinstance(state, Mapping):
         token, state = state.get("mask_token_id"), state.get("embedding")
-    if _is_tensor(token) and token.numel() == 1:
-        token = int(token)
-    if not _is_tensor(state) or state.numel() != state.shape[-1] or not state.is_floating_point():
+    if _is_tensor(token):
+        _refuse_strange(file, "mask_token_id", token)
+        token = token.item() if token.numel() == 1 else token
+    if _is_tensor(state):
+        _refuse_strange(file, "embedding", state)
+    if not _is_tensor(state) or not state.dim() or state.numel() != state.shape[-1] or _dtype(state) not in REAL:
         raise DraftError(f"{file}: expected one row of numbers, or an object with `embedding` and `mask_token_id`")
     if token is not None and (type(token) is not int or not 0 <= token <= MAX_SIZE):
         raise DraftError(f"{file}: mask_token_id: {brief(token)} is not a token id")
@@ -93,7 +97,7 @@ def import_torch(file: Path) -> Any:
 def to_mlx(tensor: Any) -> mx.array:
     """A torch tensor as an MLX array of the same bits; fp8 as its bytes, float64 as float32."""
     torch = import_torch(Path())
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().resolve_neg().contiguous()
     if tensor.dtype == torch.bfloat16:
         return mx.array(tensor.view(torch.uint16).numpy()).view(mx.bfloat16)
     if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -136,14 +140,19 @@ def _tensors(file: Path, *_stamp: int) -> dict[str, Any]:
         if not isinstance(name, str) or not _is_tensor(tensor):
             raise DraftError(f"{file}: {brief(name)} is no tensor; save the draft's state dict alone")
         refuse_name(file, name)
-        if tensor.layout != import_torch(file).strided or tensor.is_meta or tensor.is_quantized:
-            raise DraftError(f"{file}: {name} is no plain tensor (sparse, quantised or without data)")
-        if _dtype(tensor) not in DTYPES:
-            raise DraftError(f"{file}: {name} has the dtype {_dtype(tensor)}, which is not read")
-        # strides of 0 make a tensor of any size out of a few bytes
-        if tensor.dim() > MAX_DIMENSIONS or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise DraftError(f"{file}: {name} has shape {list(tensor.shape)} but fewer bytes; the file is damaged")
+        _refuse_strange(file, name, tensor)
     return dict(state)
+
+
+def _refuse_strange(file: Path, name: str, tensor: Any) -> None:
+    """Raise `DraftError` for a tensor that is not just its bytes."""
+    if tensor.layout != import_torch(file).strided or tensor.is_meta or tensor.is_quantized:
+        raise DraftError(f"{file}: {name} is no plain tensor (sparse, quantised or without data)")
+    if _dtype(tensor) not in DTYPES:
+        raise DraftError(f"{file}: {name} has the dtype {_dtype(tensor)}, which is not read")
+    # strides of 0 make a tensor of any size out of a few bytes
+    if tensor.dim() > MAX_DIMENSIONS or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise DraftError(f"{file}: {name} has shape {list(tensor.shape)} but fewer bytes; the file is damaged")
 
 
 def _load(file: Path) -> Any:
