@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("metal"):
                 item.add_marker(pytest.mark.skip(reason="needs Metal"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What commands run by tests measure is kept apart from the user's."""
+    os.environ["DFLASH_MLX_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)
