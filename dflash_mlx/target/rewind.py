@@ -127,11 +127,39 @@ def receivers(caches: Sequence[Any], args: Sequence[Any]) -> frozenset[int]:
 # Snapshots -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ReplacedRow:
+    """The row of a rotating cache that a one-row append is about to overwrite, and where the cache stood."""
+
+    at: int
+    key: mx.array
+    value: mx.array
+    offset: int
+    index: int
+
+    @classmethod
+    def of(cls, cache: RotatingKVCache) -> ReplacedRow | None:
+        """None where the append makes arrays of its own first: while the buffer grows, or is cut back to the window."""
+        assert cache.keys is not None
+        rows = cache.keys.shape[2]
+        if rows > cache.max_size or cache._idx == rows < cache.max_size:
+            return None
+        at = cache.keep if cache._idx == cache.max_size else cache._idx
+        # Taken before the append is queued, so that MLX may still write into the buffer instead of copying it.
+        key, value = (mx.take(array, mx.array([at]), axis=2) for array in (cache.keys, cache.values))
+        mx.async_eval(key, value)
+        return cls(at, key, value, cache.offset, cache._idx)
+
+    def put_back(self, cache: RotatingKVCache) -> None:
+        cache.keys[..., self.at : self.at + 1, :] = self.key
+        cache.values[..., self.at : self.at + 1, :] = self.value
+        cache.offset, cache._idx = self.offset, self.index
+
+
 def snapshot(cache: Any, width: int, plain: bool = False) -> Any:
     """What `restore` needs before an append of `width` rows: references, since appends replace what they refer to.
 
-    Only a rotating cache that appends one row writes into its arrays in place; that needs references of its own,
-    at the price of one copy of the window.
+    Only a rotating cache that appends one row writes into its arrays in place; that row is copied.
     """
     if type(cache) is CacheList:
         return [snapshot(member, width, plain) for member in cache.caches]
@@ -140,12 +168,12 @@ def snapshot(cache: Any, width: int, plain: bool = False) -> Any:
     if type(cache) is ChunkedKVCache:  # a forward first drops old chunks, into arrays of its own
         return cache.keys, cache.values, cache.offset, cache.start_position
     if type(cache) is RotatingKVCache:
-        keys, values = cache.keys, cache.values
-        if width == 1 and keys is not None and values is not None:
+        if width == 1 and cache.keys is not None:
             if plain:
                 return None
-            keys, values = keys[...], values[...]
-        return keys, values, cache.offset, cache._idx
+            if row := ReplacedRow.of(cache):
+                return row
+        return cache.keys, cache.values, cache.offset, cache._idx
     return None
 
 
@@ -159,6 +187,8 @@ def restore(cache: Any, state: Any, n: int) -> None:
     elif type(cache) is RotatingKVCache:
         if state is None:
             _step_back(cache, n)
+        elif isinstance(state, ReplacedRow):
+            state.put_back(cache)
         else:
             cache.keys, cache.values, cache.offset, cache._idx = state
     elif type(cache) is ChunkedKVCache:
