@@ -360,6 +360,11 @@ def test_items_become_chat_messages():
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": 5}, "include"),
+        ({"text": {"format": "json"}}, "text.format"),
+        ({"tools": [{}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
@@ -418,6 +423,12 @@ def test_a_response_cut_by_its_limit_is_incomplete():
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
     assert last["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_what_a_function_calls_its_tools_is_no_namespace():
+    request = {**REQUEST, "tools": [{"type": "function", "name": "f", "tools": 5}]}
+    assert responses.to_chat(request)["tools"][0]["function"]["name"] == "f"
+    assert responses.Answer(request).body["tools"] == request["tools"]
 
 
 def test_tools_of_a_namespace_keep_their_names_apart():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import time
 
 import pytest
+from mlx_lm.server import CompletionRequest
 from serving import ServerProcess
 
 from dflash_mlx.cli import main
-from dflash_mlx.serve import limits
+from dflash_mlx.serve import limits, tokens
+from dflash_mlx.serve.engine import Engine
+from dflash_mlx.serve.errors import ApiError
 
 KEY = "sesame-open"
 
@@ -41,6 +45,16 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
+@pytest.mark.parametrize("name", ["chat_template", "truncation", "max_length", "tokenize", "return_dict", "tools"])
+def test_a_request_brings_no_template_and_no_option_of_its_rendering(server, name):
+    for path, fields in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/responses", {"input": "hi"})):
+        error = refused(server, {**fields, "chat_template_kwargs": {name: "x"}}, path=path)
+        assert error["param"] == f"chat_template_kwargs.{name}"
+    body = {"max_tokens": 1, "messages": MESSAGES, "chat_template_kwargs": {name: "x"}}
+    status, reply = server.request("POST", "/v1/messages", body)
+    assert (status, f"chat_template_kwargs.{name}" in reply["error"]["message"]) == (400, True)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -66,6 +80,15 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"block_size": 64}, "block_size"),
         ({"draft_model": "other"}, "draft_model"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"repetition_penalty": 2**63}, "repetition_penalty"),
+        ({"top_k": 2**63}, "top_k"),
+        ({"seed": 10**30}, "seed"),
+        ({"max_tokens": 2**31}, "max_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function", "function": 5}]}, "tools[0]"),
+        ({"messages": [{"role": []}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x" * 90_000}]}, "messages"),
         ({"adapters": "some"}, "adapters"),
         ({"stream_options": {"x": 1}}, "stream_options.x"),
         ({"messages": []}, "messages"),
@@ -102,6 +125,11 @@ def test_bad_bodies_and_paths(server):
     assert refused(server, {"prompt": ""}, path="/v1/completions")["param"] == "prompt"
     assert refused(server, {"prompt": ["a", "b"]}, path="/v1/completions")["param"] == "prompt"
     assert refused(server, {"prompt": [999999]}, path="/v1/completions")["param"] == "prompt"
+    assert refused(server, {"prompt": [[[["a"]]]]}, path="/v1/completions")["param"] == "prompt"
+    assert "characters" in refused(server, {"prompt": "x" * 90_000}, path="/v1/completions")["message"]
+    for method in ("PUT", "DELETE", "PATCH"):
+        status, reply = server.request(method, "/v1/models", b"{}")
+        assert (status, reply["error"]["code"]) == (405, "method_not_allowed")
     assert server.request("GET", "/v1/models/gpt-9")[0] == 404
     assert server.request("HEAD", "/health")[0] == 200
 
@@ -123,6 +151,10 @@ def test_raw_sockets_get_a_status(server):
     assert b"400" in raw(server, b"nonsense\r\n\r\n")
     assert b"414" in raw(server, b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n")
     assert b"403" in raw(server, b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n"), "DNS rebinding"
+    assert b"403" in raw(server, b"OPTIONS /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n")
+    for wrong in (b"Host: [", b"Host: localhost\r\nOrigin: http://["):
+        for method in (b"GET", b"OPTIONS"):
+            assert b"400" in raw(server, method + b" /v1/models HTTP/1.1\r\n" + wrong + b"\r\n\r\n")
 
 
 def test_a_page_of_another_site_may_not_use_it_and_one_that_is_allowed_may(server):
@@ -162,6 +194,7 @@ def test_models_are_listed_without_a_hub_cache(locked):
     [
         (["--block-size", "40"], "--block-size"),
         (["--pipeline"], "--pipeline"),
+        (["--api-key", "ключ"], "--api-key"),
         (["--host", "256.0.0.1"], "--host"),
         (["--prompt-cache-dir", "/proc/none"], "--prompt-cache-dir"),
         (["--draft-model", "/missing/draft"], "draft"),
@@ -200,6 +233,50 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut_off():
     assert time.monotonic() - start < 2
     ours.close()
     theirs.close()
+
+
+def test_a_client_that_left_is_seen_behind_what_it_sent():
+    ours, theirs = socket.socketpair()
+    assert not limits.client_left(ours)
+    theirs.send(b"\n")
+    assert not limits.client_left(ours)
+    theirs.send(b"\n")
+    theirs.close()
+    assert any(limits.client_left(ours) for _ in range(2))
+    ours.close()
+
+
+def test_token_ids_do_not_wait_for_a_long_text():
+    """`prepare` takes the tokenizer's lock for text only, and refuses what is too long before it is encoded."""
+
+    class Taken:
+        def __enter__(self):
+            raise AssertionError("it would wait")
+
+        def __exit__(self, *_):
+            pass
+
+    class Tokenizer:
+        def encode(self, text, **kwargs):
+            raise AssertionError("it was encoded")
+
+        def apply_chat_template(self, messages, tokenize=True, **kwargs):
+            assert not tokenize
+            return messages[0]["content"]
+
+    bounded = tokens.Bounded(Tokenizer(), limit=10, longest=4, field="prompt")
+    with pytest.raises(ApiError, match="41 characters"):
+        bounded.encode("x" * 41)
+    with pytest.raises(ApiError, match="41 characters"):
+        bounded.apply_chat_template([{"content": "x" * 41}])
+
+    engine = Engine.__new__(Engine)
+    engine._tokenizing, engine.front_tokenizer, engine.longest_token = Taken(), Tokenizer(), 4
+    engine.args = argparse.Namespace(max_prompt_tokens=2)
+    engine.model_provider = engine.provider = None
+    request = CompletionRequest("text", [1, 2, 3], [], None, None)
+    with pytest.raises(ApiError, match="3 tokens"):
+        engine.prepare(request, None)
 
 
 def test_a_host_that_others_reach_is_warned_about_without_a_key():

@@ -184,6 +184,7 @@ def test_the_disk_tier_is_bounded_and_spills_from_memory(tmp_path):
     assert store.fetch([4, *FIRST, 1]).held == 41, "it was spilled, and read again"
     assert store.fetch([0, *FIRST, 1]).held == 0
     assert {len(tokens) for _, tokens in disk.index()} == {41}
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}, "prompts are nobody else's business"
     assert not list(DiskTier(tmp_path, size, "other models", 4).index())
     for file in tmp_path.iterdir():
         file.write_bytes(file.read_bytes()[:100])

@@ -98,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     if args.pipeline:
         raise DFlashError("--pipeline: this server runs in one process; mlx_lm.server serves distributed models")
     args.api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    if args.api_key and not args.api_key.isascii():
+        raise DFlashError(f"--api-key (or {KEY_VARIABLE}) may hold ASCII only: a header carries nothing else")
     if args.num_draft_tokens is not None:
         args.block_size = args.num_draft_tokens + 1
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")

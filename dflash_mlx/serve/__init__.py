@@ -11,5 +11,6 @@
     anthropic   the Messages dialect                    responses   the Responses dialect
     page/       the page at /
 
+A half-closed connection counts as gone: its request ends.
 Other modules of the package know nothing of this one.
 """

@@ -58,6 +58,7 @@ class DiskTier:
         file, part = self.folder / f"{name}{SUFFIX}", self.folder / f"{name}.part{SUFFIX}"
         metadata = {"models": self.fingerprint, "tokens": " ".join(map(str, tokens.tolist()))}
         try:
+            part.touch(mode=0o600)  # before there is anything in it to read
             save_prompt_cache(str(part), [*target, *(draft or ())], metadata)
             os.replace(part, file)
             return file, self._shrink(file)

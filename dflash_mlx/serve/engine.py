@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
+from contextlib import nullcontext
 from queue import Empty, Queue
 
 import mlx.core as mx
@@ -35,7 +36,7 @@ from .errors import ApiError, ClientGone, internal_error
 from .job import Job
 from .metrics import Metrics
 from .provider import Provider
-from .tokens import tokenized
+from .tokens import Bounded, tokenized, too_long
 
 log = logging.getLogger(__name__)
 
@@ -98,16 +99,15 @@ class Engine(ResponseGenerator):
         Raises `ApiError` for a prompt that can't be rendered, is too long or holds ids that the model does not have.
         """
         provider = self.provider
-        with self._tokenizing:
-            prompt, boundaries, state = tokenized(self, self.front_tokenizer, request, args)
         limit = self.args.max_prompt_tokens or provider.context_length()
+        field = "messages" if request.request_type == "chat" else "prompt"
+        tokenizer = self.front_tokenizer
+        if limit:
+            tokenizer = Bounded(tokenizer, limit, self.longest_token, field)
+        with nullcontext() if isinstance(request.prompt, list) else self._tokenizing:  # ids need no tokenizer
+            prompt, boundaries, state = tokenized(self, tokenizer, request, args)
         if limit and len(prompt) > limit:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens, this server takes {limit}",
-                "messages" if request.request_type == "chat" else "prompt",
-                "context_length_exceeded",
-            )
+            raise too_long(f"{len(prompt)} tokens", limit, field)
         for name, ids in (("prompt", prompt), ("logit_bias", list(args.logits.logit_bias or ()))):
             if any(not 0 <= token < self.vocab for token in ids):
                 raise ApiError(400, f"{name} holds a token id that is not in 0 to {self.vocab - 1}", name)
@@ -171,6 +171,7 @@ class Engine(ResponseGenerator):
     def _load(self) -> None:
         self.provider.load_default()
         self.front_tokenizer = copy.deepcopy(self.provider.tokenizer)  # Rust tokenizers do not like two threads
+        self.longest_token = max(map(len, self.front_tokenizer.get_vocab()))
         self.end_tokens = frozenset(self.provider.tokenizer.eos_token_ids)
         self.vocab = Target(self.provider.model).vocab_size
         self.store = self._open_store()

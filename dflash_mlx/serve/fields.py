@@ -8,11 +8,16 @@ A null is the same as a field that is absent.
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from .errors import ApiError
+
+MOST = 2**31 - 1  # what any number may be that has no limit of its own
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,8 @@ class Field:
     """Type and range of a field; `chat` or `text` alone where it belongs to one kind of completion."""
 
     kinds: tuple[type, ...]
-    low: float = -math.inf
-    high: float = math.inf
+    low: float = -MOST
+    high: float = MOST
     only: str | None = None
 
 
@@ -50,7 +55,7 @@ USED: dict[str, Field] = {
     "logit_bias": Field((dict,)),
     "logprobs": Field((bool, int), 0, 20),
     "top_logprobs": Field(WHOLE, -1, 20),  # -1: mlx-lm's word for none
-    "seed": Field(WHOLE),
+    "seed": Field(WHOLE, -(2**63), 2**64 - 1),
     "stop": Field((str, list)),
     "tools": Field((list,), only="chat"),
     "tool_choice": Field((str, dict), only="chat"),
@@ -85,7 +90,9 @@ HARMLESS = {
 
 TOOL_CHOICES = ("auto", "none")
 TEXT_PARTS = ("text", "input_text")
-ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+ROLES = ("assistant", "developer", "function", "system", "tool", "user")
+# A template's variables are the client's; what renders and encodes the template (one of its own, a length) is not.
+RENDERING = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
 def checked(body: Any, kind: str) -> dict[str, Any]:
@@ -125,9 +132,9 @@ def _check_type(name: str, value: Any, field: Field) -> None:
     if not known:
         wanted = " or ".join(kind.__name__ for kind in field.kinds)
         raise ApiError(400, f"{name} must be of type {wanted}", name, "invalid_type")
-    if isinstance(value, (int, float)) and not (math.isfinite(value) and field.low <= value <= field.high):
+    if isinstance(value, (int, float)) and not field.low <= value <= field.high:
         low, high = f"{field.low:g}", f"{field.high:g}"
-        raise ApiError(400, f"{name} is {value}, expected {low} to {high}", name, "invalid_value")
+        raise ApiError(400, f"{name} is {_short(value)}, expected {low} to {high}", name, "invalid_value")
 
 
 def _check_content(fields: dict[str, Any], kind: str) -> None:
@@ -148,7 +155,8 @@ def _check_content(fields: dict[str, Any], kind: str) -> None:
     if choice not in TOOL_CHOICES:
         raise ApiError(400, f"tool_choice {_short(choice)} can't be forced: auto or none", "tool_choice")
     for i, tool in enumerate(fields.get("tools", [])):
-        if not isinstance(tool, dict) or tool.get("type", "function") != "function" or "function" not in tool:
+        known = isinstance(tool, dict) and tool.get("type", "function") == "function"
+        if not known or not isinstance(tool.get("function"), dict):
             raise ApiError(400, f"tools[{i}] is no function", f"tools[{i}]", "unsupported_value")
     try:
         biases = {int(k): float(v) for k, v in fields.get("logit_bias", {}).items()}
@@ -157,6 +165,11 @@ def _check_content(fields: dict[str, Any], kind: str) -> None:
         fields["logit_bias"] = biases or None
     except (TypeError, ValueError, OverflowError):
         raise ApiError(400, "logit_bias must map token ids to numbers", "logit_bias") from None
+    if fields.get("top_logprobs", 0) > 0 and fields.get("logprobs", False) is False:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
+    for name in RENDERING.intersection(fields.get("chat_template_kwargs", {})):
+        where = f"chat_template_kwargs.{name}"
+        raise ApiError(400, f"{where} is the server's own, not the template's", where, "unsupported_field")
     for name in fields.get("stream_options", {}):
         if name not in ("include_usage", "include_dflash", "include_obfuscation"):
             raise ApiError(400, f"stream_options.{name} is not supported", f"stream_options.{name}")
@@ -169,7 +182,7 @@ def check_messages(messages: list[Any]) -> None:
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise ApiError(400, f"{where} needs a role: {', '.join(sorted(ROLES))}", f"{where}.role")
+            raise ApiError(400, f"{where} needs a role: {', '.join(ROLES)}", f"{where}.role")
         content = message.get("content")
         if content is None or isinstance(content, str):
             continue
@@ -185,11 +198,9 @@ def check_messages(messages: list[Any]) -> None:
 
 
 def _prompt(prompt: Any) -> Any:
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        return _prompt(prompt[0])
-    if prompt and all(type(token) is int for token in prompt):
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str) or (prompt and all(type(token) is int for token in prompt)):
         return prompt
     raise ApiError(400, "prompt must be one text or one list of token ids", "prompt", "unsupported_value")
 

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from mlx_lm.server import APIHandler
 
 from .errors import ApiError, ClientGone, internal_error
-from .limits import WRITE_SECONDS, DeadlineReader, check_host, check_key, check_origin, client_left, linger
+from .limits import (
+    BODY_SECONDS,
+    WRITE_SECONDS,
+    DeadlineReader,
+    check_host,
+    check_key,
+    check_origin,
+    client_left,
+    linger,
+)
 from .routes import find
 
 if TYPE_CHECKING:
@@ -60,9 +69,15 @@ class Handler(APIHandler):
     def do_HEAD(self) -> None:
         self._serve("GET")
 
+    def do_PUT(self) -> None:
+        self._serve(self.command)
+
+    do_PATCH = do_DELETE = do_PUT
+
     def do_OPTIONS(self) -> None:
         """What a browser asks before a page of another origin may post."""
         try:
+            check_host(self.headers, self.engine.args.guarded)
             check_origin(self.headers, self.engine.args.allowed_origins)
         except ApiError as error:
             return self._refuse(error)
@@ -108,6 +123,7 @@ class Handler(APIHandler):
         if len(length) > 18 or int(length) > self.engine.args.max_body_bytes:
             limit = self.engine.args.max_body_bytes
             raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+        self.rfile.raw.deadline += BODY_SECONDS
         raw = self.rfile.read(int(length))
         if len(raw) < int(length):
             raise ClientGone
@@ -177,7 +193,7 @@ class Handler(APIHandler):
                 return
             self.connection.settimeout(WRITE_SECONDS)
             self.reply(self.error_body(error), error.status)
-            if self.command == "POST" and self.body is None:
+            if self.command not in ("GET", "HEAD") and self.body is None:
                 linger(self.connection)
         except OSError:
             log.info("the client of %s left before its error", self.route_path)

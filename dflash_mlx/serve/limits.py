@@ -10,11 +10,12 @@ import socket
 import time
 from email.message import Message
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from .errors import ApiError
 
-READ_SECONDS = 30.0  # for a request's head and body together
+HEAD_SECONDS = 10.0  # for a request's head
+BODY_SECONDS = 30.0  # more, for its body
 WRITE_SECONDS = 60.0  # for a client that does not read
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 64 << 20
@@ -23,7 +24,7 @@ LINGER_BYTES = 64 << 20
 class DeadlineReader(io.RawIOBase):
     """Reads a connection until a deadline, so that a client that sends a byte now and then can't hold a thread."""
 
-    def __init__(self, connection: socket.socket, seconds: float = READ_SECONDS):
+    def __init__(self, connection: socket.socket, seconds: float = HEAD_SECONDS):
         self.connection, self.deadline = connection, time.monotonic() + seconds
 
     def readable(self) -> bool:
@@ -38,13 +39,13 @@ class DeadlineReader(io.RawIOBase):
 
 
 def client_left(connection: socket.socket) -> bool:
-    """Whether the other side has closed; what it may have sent stays unread."""
+    """Whether the other side has closed, be it only its sending half; what it sent after its request is dropped."""
     poll = select.poll()
     try:
         poll.register(connection, select.POLLIN)
         if not (ready := poll.poll(0)):
             return False
-        return bool(ready[0][1] & (select.POLLERR | select.POLLNVAL)) or not connection.recv(1, socket.MSG_PEEK)
+        return bool(ready[0][1] & (select.POLLERR | select.POLLNVAL)) or not connection.recv(1 << 16)
     except (OSError, ValueError):
         return True
 
@@ -76,7 +77,7 @@ def check_key(headers: Message, key: str | None) -> None:
 def check_origin(headers: Message, allowed: list[str]) -> None:
     """Raise `ApiError` 403 for a web page of another site, which could otherwise use a server on this machine."""
     origin = headers.get("Origin")
-    if origin is None or "*" in allowed or origin in allowed or urlsplit(origin).netloc == headers.get("Host"):
+    if origin is None or "*" in allowed or origin in allowed or _split(origin).netloc == headers.get("Host"):
         return
     raise ApiError(403, "pages of this origin may not use this server: --allowed-origins", code="origin_not_allowed")
 
@@ -87,9 +88,16 @@ def check_host(headers: Message, guarded: bool) -> None:
     Args:
         guarded: whether the server is on a loopback address without a key.
     """
-    name = urlsplit(f"//{headers.get('Host', 'localhost')}").hostname or ""
+    name = _split(f"//{headers.get('Host', 'localhost')}").hostname or ""
     if guarded and not loopback(name):
         raise ApiError(403, "this server answers to localhost only; start it with --api-key for other names")
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:
+        raise ApiError(400, "Host or Origin is no address") from None
 
 
 def loopback(host: str) -> bool:

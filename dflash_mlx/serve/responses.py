@@ -68,7 +68,7 @@ def to_chat(request: Json) -> Json:
     for name, (allowed, why) in ONLY.items():
         if name in request and request[name] not in allowed:
             raise FieldError(name, why)
-    for name in request.get("include", []):
+    for name in typed(request.get("include", []), list, "include"):
         if name != "reasoning.encrypted_content":  # reasoning is given in the open instead
             raise FieldError("include", f"{name!r} can't be given")
     chat = {name: request[name] for name in SAME if name in request}
@@ -79,7 +79,7 @@ def to_chat(request: Json) -> Json:
     if tools and request.get("tool_choice") != "none":
         chat["tools"] = tools
     form = typed(request.get("text", {}), dict, "text").get("format") or {"type": "text"}
-    if form.get("type") != "text":
+    if typed(form, dict, "text.format").get("type") != "text":
         raise FieldError("text.format", f"{form.get('type')!r} can't be enforced; ask for it in the prompt")
     effort = typed(request.get("reasoning", {}), dict, "reasoning").get("effort")
     thinking_options(chat, None if effort is None else effort != "none", effort if effort != "none" else None)
@@ -139,16 +139,15 @@ def _tools(tools: Any, field: str, space: str | None = None) -> list[Json]:
     """Functions for the chat route, those of a namespace under its name and theirs."""
     functions = []
     for place, tool in items(tools, field):
-        name = typed(tool.get("name", ""), str, f"{place}.name")
-        if tool.get("type") == "namespace" and space is None:
-            functions += _tools(tool.get("tools"), f"{place}.tools", name)
-            continue
-        if tool.get("type") != "function":
-            raise FieldError(
-                f"{place}.type", f"{tool.get('type')!r} is no function; switch that tool off in the client"
-            )
+        kind = tool.get("type")
+        if kind != "function" and (kind != "namespace" or space is not None):
+            raise FieldError(f"{place}.type", f"{kind!r} is no function; switch that tool off in the client")
         if tool.get("strict"):
             raise FieldError(f"{place}.strict", "a schema can't be enforced; send false")
+        name = typed(tool.get("name"), str, f"{place}.name")
+        if kind == "namespace":
+            functions += _tools(tool.get("tools"), f"{place}.tools", name)
+            continue
         functions.append(function_tool(_full(space, name), tool.get("description"), tool.get("parameters"), place))
     return functions
 
@@ -176,7 +175,8 @@ class Answer:
         self._spaces = {
             _full(space["name"], tool["name"]): {"name": tool["name"], "namespace": space["name"]}
             for space in self.body["tools"]
-            for tool in space.get("tools", [])
+            if space["type"] == "namespace"
+            for tool in space["tools"]
         }
         self._number = 0
         self._open = False

@@ -5,13 +5,41 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from typing import Any
+from typing import Any, cast
 
 from mlx_lm.server import CompletionRequest, GenerationArguments, ResponseGenerator
 
 from .errors import ApiError
 
 log = logging.getLogger(__name__)
+
+
+class Bounded:
+    """A tokenizer that encodes no text which must have more than `limit` tokens: it would be busy for long, for nobody.
+
+    Args:
+        longest: characters of the longest token. field: that the text comes from.
+    """
+
+    def __init__(self, tokenizer: Any, limit: int, longest: int, field: str):
+        self.tokenizer, self.limit, self.longest, self.field = tokenizer, limit, longest, field
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        if len(text) > self.limit * self.longest:
+            raise too_long(f"{len(text)} characters", self.limit, self.field)
+        return cast(list[int], self.tokenizer.encode(text, **kwargs))
+
+    def apply_chat_template(self, *args: Any, tokenize: bool = True, **kwargs: Any) -> Any:
+        text = self.tokenizer.apply_chat_template(*args, tokenize=False, **kwargs)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def too_long(size: str, limit: int, field: str) -> ApiError:
+    """For a prompt of that many tokens or characters."""
+    return ApiError(400, f"the prompt has {size}, this server takes {limit} tokens", field, "context_length_exceeded")
 
 
 def tokenized(
@@ -30,6 +58,8 @@ def tokenized(
         try:
             own = copy.deepcopy(request)  # the messages are rewritten in place
             prompt, segments, _, state, _ = generator._tokenize(tokenizer, own, args)
+        except ApiError:
+            raise
         except Exception as error:  # a template is the checkpoint's own code and raises what it likes
             log.info("a prompt could not be rendered", exc_info=error)
             raise ApiError(400, _template_message(error), "messages" if chat else "prompt") from None
