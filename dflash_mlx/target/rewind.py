@@ -141,6 +141,7 @@ class ReplacedRow:
     def of(cls, cache: RotatingKVCache) -> ReplacedRow | None:
         """None where the append makes arrays of its own first: while the buffer grows, or is cut back to the window."""
         assert cache.keys is not None
+        assert cache.values is not None
         rows = cache.keys.shape[2]
         if rows > cache.max_size or cache._idx == rows < cache.max_size:
             return None
@@ -151,6 +152,8 @@ class ReplacedRow:
         return cls(at, key, value, cache.offset, cache._idx)
 
     def put_back(self, cache: RotatingKVCache) -> None:
+        assert cache.keys is not None
+        assert cache.values is not None
         cache.keys[..., self.at : self.at + 1, :] = self.key
         cache.values[..., self.at : self.at + 1, :] = self.value
         cache.offset, cache._idx = self.offset, self.index
