@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -12,6 +13,7 @@ import pytest
 from serving import ServerProcess, save_scripted_pair
 
 from dflash_mlx import demo, generate
+from dflash_mlx.serve.engine import COMPANY_SECONDS
 
 PROMPTS = ["def read(path):\n", "class Node:\n    def __init__(self", "import os\n\n\ndef main():\n    for name in"]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -175,6 +177,7 @@ def test_token_ids_as_a_prompt(server, demo_pair):
 
 
 def test_the_openai_client_streams_and_completes(openai):
+    time.sleep(2 * COMPANY_SECONDS)  # right after a batch nobody starts alone
     done = openai.chat.completions.create(
         model="demo32", messages=[{"role": "user", "content": "def f("}], max_tokens=10, temperature=0, user="me",
         metadata={"a": "b"}, store=False, n=1, logprobs=True, top_logprobs=2,
