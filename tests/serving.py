@@ -121,8 +121,6 @@ class ServerProcess:
             command = [sys.executable, "-m", "mlx_lm", "server", "--port", str(self.port)]
         else:
             command = [sys.executable, "-m", "dflash_mlx", "serve", "--port", "0"]
-            if "--draft-model" in flags and "none" not in flags and "--block-size" not in flags:
-                command += ["--block-size", "8"]  # a plain CPU would choose plain decoding
         self.lines: list[str] = []
         self.process = subprocess.Popen(
             [*command, *map(str, flags)],

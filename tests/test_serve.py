@@ -135,7 +135,7 @@ def test_counts_reconcile_with_each_other_and_the_metrics(server):
     assert block["tau"] == pytest.approx((block["accepted"] + block["bonus"]) / block["rounds"], abs=1e-3)
     assert sum(block["rounds_by_accepted"].values()) == block["rounds"]
     assert sum(int(kept) * n for kept, n in block["rounds_by_accepted"].items()) == block["accepted"]
-    assert block["block_size"] == 8
+    assert block["block_size"] == 16
     after = metrics(server)
     for name, value in (("generated", 33), ("accepted", block["accepted"]), ("prompt", usage["prompt_tokens"])):
         assert after[f"dflash_{name}_tokens_total"] - before[f"dflash_{name}_tokens_total"] == value
