@@ -12,12 +12,12 @@ from typing import Any
 
 from dflash_mlx import hub
 from dflash_mlx.draft.config import SLIDING, DraftConfig
+from dflash_mlx.draft.reading import DFLASH2_FIELDS
 from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.fit import TargetFacts, check_fit
 from dflash_mlx.registry import find_draft
 
 VERSION = "0.9.0"  # of the package that this layout was checked against
-DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # Fields of a layer of the draft, which stand in `transformer_layer_config` under our names.
 LAYER_FIELDS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",

@@ -12,13 +12,13 @@ from typing import Any
 
 from ..errors import DraftError
 from .fields import Fields, brief
+from .reading import DFLASH2_FIELDS
 
 Config = dict[str, Any]
 SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "vocab_size", "rms_norm_eps",
 )  # fmt: skip
-PASSED_ON = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # facts of DFlash 2
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _speculators(read: Fields) -> Config:
     ):  # fmt: skip
         if config.get(key) is not None:
             out[key] = config[key]
-    nested = {key: config[key] for key in ("mask_token_id", *PASSED_ON) if config.get(key) is not None}
+    nested = {key: config[key] for key in ("mask_token_id", *DFLASH2_FIELDS) if config.get(key) is not None}
     nested["aux_hidden_state_layer_ids"] = config.get("aux_hidden_state_layer_ids")
     nested["sample_from_anchor"] = config.get("sample_from_anchor")  # null: its default, false
     nested["block_size"] = _proposed(read)
