@@ -15,6 +15,7 @@ from dflash_mlx import demo, registry
 from dflash_mlx.draft.fields import brief
 from dflash_mlx.draft.headers import refuse_irregular
 from dflash_mlx.errors import DFlashError, DraftError
+from dflash_mlx.lineage import front_matter
 from dflash_mlx.loading import LICENCE_FILES, SUBFOLDER
 
 HUB_IDS = {"mit", "apache-2.0", "gemma", "cc-by-nc-nd-4.0"}  # of the table's licences; the hub calls the rest "other"
@@ -131,17 +132,15 @@ def _licence_files(folder: Path, notes: list[str]) -> list[Path]:
 
 def _front_matter(folder: Path, notes: list[str]) -> dict[str, Any]:
     """Of the source's README.md, {} without one; one that can't be read is noted."""
-    from huggingface_hub.repocard import metadata_load
-    from yaml import YAMLError
-
     readme = folder / "README.md"
     if folder.name == SUBFOLDER and not readme.is_file() and (folder.parent / "config.json").is_file():
         readme = folder.parent / "README.md"  # the repo's, target and draft alike
-    try:
-        return (metadata_load(readme) or {}) if readme.is_file() else {}
-    except (ValueError, YAMLError, RecursionError):
-        notes.append(f"{readme}: its front matter can't be read, so the licence is not taken over")
+    if not readme.is_file():
         return {}
+    meta = front_matter(readme)
+    if meta is None:
+        notes.append(f"{readme}: its front matter can't be read, so the licence is not taken over")
+    return meta or {}
 
 
 def _text(value: object) -> str | None:

@@ -71,7 +71,7 @@ class Lineage:
 
 def bases_of(child: Ancestor, folder: Path) -> list[Ancestor]:
     """What a card says the model was made from, then what the config's `_name_or_path` says."""
-    card = card_data(folder)
+    card = front_matter(folder / "README.md") or {}
     stated = card.get("base_model")
     given = stated if isinstance(stated, list) else [stated]
     names = [name for name in given if isinstance(name, str) and name and name.isprintable()]
@@ -80,15 +80,15 @@ def bases_of(child: Ancestor, folder: Path) -> list[Ancestor]:
     return [_base(child, name, relation) for name in names] + [_base(child, name, None) for name in original]
 
 
-def card_data(folder: Path) -> dict[str, Any]:
-    """Front matter of a folder's README.md, {} where there is none that can be read."""
+def front_matter(card: Path) -> dict[str, Any] | None:
+    """The front matter of a model card, None where there is none that can be read."""
     import yaml
     from huggingface_hub.repocard import metadata_load
 
     try:
-        return metadata_load(folder / "README.md") or {}
+        return metadata_load(card) or {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
+        return None
 
 
 def _base(child: Ancestor, name: str, relation: object) -> Ancestor:
