@@ -21,22 +21,21 @@ from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache, wired_li
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .decode.block_size import AutoBlockSize, BlockSize, FixedBlockSize
+from .decode.caches import split_caches
 from .decode.costs import describe_pair, keep_costs, round_costs
 from .decode.drafter import Drafter, as_drafter
 from .decode.filters import Filters
 from .decode.lookup import PromptLookup
 from .decode.loop import Token, decode
-from .decode.round import Session, align, cached_tokens
+from .decode.round import Session
 from .decode.sampling import LogitsProcessor, Sampler, TokenPicker
 from .decode.stats import GenerationStats
 from .decode.stop import StopStrings
 from .decode.text import TextStream
 from .draft import DFlashDraftModel
-from .errors import DraftError
 from .fit import TargetFacts, check_fit
 from .prompt import as_ids, encode
 from .target import Target
-from .target.rewind import recurrent
 
 
 @dataclass
@@ -158,7 +157,7 @@ def _tokens(
     width = _block_size(drafter, block_size, stats)
     if width == 1:
         drafter = None
-    target_cache, draft_cache, held = _caches(target, drafter, prompt_cache, max_kv_size)
+    target_cache, draft_cache, held = split_caches(target, drafter, prompt_cache, max_kv_size)
     if kv_bits is not None:
         target.check_quantizable(target_cache, kv_group_size)
     if drafter is not None:
@@ -189,11 +188,12 @@ def _tokens(
     session.prefill(prompt, prefill_step_size, progress, prefill_stops)
     room = quantized_kv_start if kv_bits else None
     chooser: BlockSize = FixedBlockSize(width)
-    pair = ""
+    pairs: list[str] = []  # whose costs are learned
     if stats.auto:
         way = ["greedy" if temp == 0 else acceptance, *(["processors"] if logits_processors else [])]
         pair = describe_pair(model, drafter, [*way, f"kv {kv_bits}"] if kv_bits else way)
-        chooser = AutoBlockSize(width, round_costs(pair), round_costs(f"{pair}, lookup"))
+        pairs = [pair, f"{pair}, lookup"] if isinstance(drafter, PromptLookup) else [pair]
+        chooser = AutoBlockSize(width, *map(round_costs, pairs))
     try:
         with closing(decode(session, chooser, max_tokens, end_tokens, room, leave_last)) as tokens:
             for i, token in enumerate(tokens):
@@ -201,12 +201,10 @@ def _tokens(
                     progress(prompt.shape[0], prompt.shape[0])
                 yield token
     finally:
-        if isinstance(chooser, AutoBlockSize):
+        for pair in pairs:
             keep_costs(pair)
-            if isinstance(drafter, PromptLookup):
-                keep_costs(f"{pair}, lookup")
-            if not stats.draft_used and not stats.draft_off_reason:
-                stats.draft_off_reason = chooser.reason
+        if isinstance(chooser, AutoBlockSize) and not stats.draft_used and not stats.draft_off_reason:
+            stats.draft_off_reason = chooser.reason
 
 
 def stream_generate(
@@ -318,28 +316,3 @@ def _block_size(drafter: Drafter | None, asked: int | None, stats: GenerationSta
     stats.auto = asked is None
     stats.block_size = drafter.block_size if asked is None else asked
     return stats.block_size
-
-
-def _caches(
-    target: Target, drafter: Drafter | None, given: list[Any] | None, max_kv_size: int | None
-) -> tuple[list[Any], list[Any], int]:
-    """The caches of both models, and how many tokens they hold: fresh ones, or the given list split in two."""
-    fresh = target.make_cache(max_kv_size)
-    if given is None:
-        return fresh, drafter.make_cache() if drafter else [], 0
-    target_cache, draft_cache = given[: len(fresh)], given[len(fresh) :]
-    if len(target_cache) < len(fresh):
-        raise ValueError(f"prompt_cache has {len(given)} entries, the target needs {len(fresh)}")
-    held = cached_tokens(target_cache)
-    if drafter is None:
-        return target_cache, [], held
-    if not draft_cache:
-        # The draft sees nothing of what came before, only proposes worse for a while; positions stay absolute.
-        return target_cache, drafter.make_cache(offset=held), held
-    expected = len(drafter.make_cache())
-    if len(draft_cache) != expected:
-        raise DraftError(f"prompt_cache has {len(draft_cache)} draft entries, this draft needs {expected}")
-    if all(map(recurrent, target_cache)):
-        held = draft_cache[0].offset  # recurrent state does not say how many tokens made it
-    align(draft_cache, held)  # it may be behind, e.g. when a turn was decoded without it
-    return target_cache, draft_cache, held

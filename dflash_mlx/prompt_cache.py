@@ -15,9 +15,9 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList, RotatingKVCache
 from mlx_lm.models.cache import save_prompt_cache as save_prompt_cache
 
+from .decode.caches import align, cached_tokens
 from .decode.drafter import as_drafter
 from .decode.lookup import TokenIndex
-from .decode.round import align, cached_tokens
 from .draft import DraftKVCache
 from .errors import DFlashError
 from .target import Target

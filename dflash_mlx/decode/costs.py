@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -127,6 +128,7 @@ def describe_pair(target: Any, draft: Any, way: Sequence[str]) -> str:
     return ", ".join([f"target {size(target)}", f"draft {size(draft)}", *way])
 
 
+@cache
 def machine() -> str:
     """What a figure depends on besides the models: device, MLX, and on Linux a preloaded BLAS."""
     device = mx.device_info() if mx.metal.is_available() else {}

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList
 
 from ..target import Target
 from ..target.rewind import CanNotRewind
 from .acceptance import count_accepted, reject
 from .block_size import Widths
+from .caches import align, cached_tokens
 from .drafter import Drafter, DraftRequest, Proposal
 from .sampling import Noise, TokenPicker
 from .stats import GenerationStats
@@ -54,29 +54,6 @@ class Round:
 def sync(array: mx.array) -> list[int]:
     """The only place in a round where the host waits."""
     return cast(list[int], array.tolist())
-
-
-def cached_tokens(caches: Sequence[Any]) -> int:
-    """Tokens that a target's cache holds; recurrent entries do not say, and some models leave an entry unused."""
-    offsets = [getattr(cache, "offset", None) for cache in _flat(caches)]
-    return max((offset for offset in offsets if isinstance(offset, int)), default=0)
-
-
-def _flat(caches: Sequence[Any]) -> Iterator[Any]:
-    for cache in caches:
-        yield from _flat(cache.caches) if isinstance(cache, CacheList) else (cache,)
-
-
-def align(draft_cache: Sequence[Any], length: int) -> None:
-    """Bring a draft's caches to `length` tokens: surplus is cut, rows that are missing are passed over.
-
-    Behind a gap the draft sees less than it could and proposes worse for a while; positions stay absolute.
-    """
-    for cache in draft_cache:
-        if cache.offset > length:
-            cache.trim(cache.offset - length)
-        elif cache.offset < length:
-            cache.skip(length - cache.offset)
 
 
 class Session:
@@ -131,8 +108,10 @@ class Session:
         with mx.stream(self.stream):
             block, proposal, backlog = anchor, None, 0
             if widths.verify > 1:
-                backlog = 0 if self.offered() else sum(count for _, count in self.pending)
-                proposal = self._draft(anchor, widths.draft)
+                context = None
+                if not self.offered():  # a lookup leaves the draft's context for later
+                    backlog, context = sum(count for _, count in self.pending), self._take_pending()
+                proposal = self._draft(anchor, widths.draft, context)
                 block = mx.concatenate([anchor, self._valid(proposal)[: widths.verify - 1]])
                 start = self._launch("draft_seconds", start, block)
             flight = self._verify(block, proposal, ahead=anchor is not self.anchor)
@@ -171,12 +150,11 @@ class Session:
         tokens = self.tokens if length is None else self.tokens[: length - self.start]
         return offer(tokens, self.start, self.draft_cache)
 
-    def _draft(self, anchor: mx.array, width: int) -> Proposal:
+    def _draft(self, anchor: mx.array, width: int, context: mx.array | None) -> Proposal:
         assert self.drafter is not None
         # By match the draft picks with the target's own noise, by rejection it must not know it.
         purpose = "draft" if self.picker.rejection else "pick"
         noise = self.picker.noise(self.fed + 1, width - 1, self.vocab, purpose)
-        context = None if self.offered() else self._take_pending()
         return self.drafter.propose(
             DraftRequest(anchor, width, self.tokens, context, self.draft_cache, self.target, self.picker, noise)
         )

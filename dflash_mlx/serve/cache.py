@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..decode.round import align
+from ..decode.caches import align
 from ..prompt_cache import can_be_cut, cut
 from .disk import DiskTier
 
