@@ -1,24 +1,21 @@
 """Convert a draft: any published layout to z-lab's names, for MLX (optionally quantised), PyTorch or `speculators`.
 
-Tensors stream through, one output file at a time; the result appears whole or not at all. Knows files and
-tensors; the draft's facts and checks are `dflash_mlx.draft`'s.
+The options are checked, then everything is written (`writer.py`); the result appears whole or not at all. Knows
+folders; the draft's facts and checks are `dflash_mlx.draft`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
-
 from dflash_mlx.draft.config import READ_HERE_ONLY, DraftConfig
-from dflash_mlx.draft.headers import FLOATS, TOKENIZER_FILES, TensorInfo, read_headers, regular_files
+from dflash_mlx.draft.headers import TOKENIZER_FILES, read_headers, regular_files
 from dflash_mlx.draft.recipes import canonical_name
 from dflash_mlx.draft.weights import (
     MODES,
@@ -26,10 +23,6 @@ from dflash_mlx.draft.weights import (
     Quantized,
     check_tensors,
     folder_config,
-    make,
-    refuse_bad_ids,
-    refuse_non_finite,
-    target_ids,
 )
 from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.loading import fetch_draft
@@ -37,32 +30,9 @@ from dflash_mlx.loading import fetch_draft
 from .card import check_repo_name, upload, write_card
 from .export import find_verifier, speculators_config
 from .licence import read_terms
+from .writer import DTYPES, Conversion, Writer
 
 LAYOUTS = ("mlx", "hf", "speculators")
-SHARD_BYTES = 5 * 10**9  # of the source; mlx-lm's own limit
-KEPT = {  # matrices that are never quantised, by a part of their names, and why
-    "fc.weight": "reads the target's raw hidden states",
-    "embed_tokens.weight": "looked up by rows, so its size costs no time",
-    "lm_head.weight": "picks the tokens",
-    "_codebook": "a table of the candidate selector, looked up by rows",
-    "base_kernel": "a convolution of a few rows",
-    "kernel_projection": "makes the kernels of the convolution",
-    "hidden_projection": "scores the candidates",
-}
-DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-
-
-@dataclass
-class Conversion:
-    """What was written: `nbytes` of tensors in `files`, and matrices left unquantised with the reason."""
-
-    path: Path
-    config: DraftConfig
-    tensors: int = 0
-    nbytes: int = 0
-    quantized: int = 0
-    kept: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def convert_draft(
@@ -87,8 +57,8 @@ def convert_draft(
     Args:
         hf_path: a repo of the hub or a local folder, in any layout that loads.
         mlx_path: folder to write; must not exist.
-        quantize, q_bits, q_group_size, q_mode: quantise the matrices of attention and MLP. Norms and `KEPT` keep
-            their dtype; matrices whose columns the group size does not divide are kept and listed.
+        quantize, q_bits, q_group_size, q_mode: quantise the matrices of attention and MLP. Norms and `writer.KEPT`
+            keep their dtype; matrices whose columns the group size does not divide are kept and listed.
         dtype: "bfloat16", "float16" or "float32" for what is not quantised; default: as in the source.
         force: allow float16 for a bfloat16 draft, which is known to overflow.
         to: layout to write: "mlx", "hf" (z-lab's) or "speculators"; for the last two, quantised matrices are
@@ -105,7 +75,6 @@ def convert_draft(
     if upload_repo is not None:
         check_repo_name(upload_repo)
     to = _destination_layout(to, to_hf, target)
-    to_hf = to != "mlx"
     scheme = _scheme(quantize, q_bits, q_group_size, q_mode)
     if dtype is not None and dtype not in DTYPES:
         raise DFlashError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
@@ -114,14 +83,14 @@ def convert_draft(
     tensors = read_headers(folder)
     layout = check_tensors(stated, tensors, folder)
     _check_options(hf_path, layout, scheme, dtype, force, to)
-    config = _new_config(layout, scheme, dtype, to_hf)
+    config = _new_config(layout, scheme, dtype, to)
     unused = {name: why for name, why in layout.unused.items() if to != "speculators" or canonical_name(name) != "t2d"}
     result = Conversion(destination, config, notes=[f"{name} left out: {why}" for name, why in unused.items()])
     terms = read_terms(str(hf_path), revision, folder, result.notes)
     if upload_repo is not None:
         terms.check_upload()
     tokenizer = [file for name in TOKENIZER_FILES for file in regular_files(folder, name)]
-    writer = _Writer(tensors, layout, None if to_hf else scheme, dtype, to, result)
+    writer = Writer(tensors, layout, scheme, dtype, to, result)
     if to == "speculators":
         verifier = find_verifier(config, str(hf_path), terms.base_model, target, result.notes)
         written = speculators_config(config, verifier, result.notes)
@@ -219,114 +188,8 @@ def _check_options(
         )
 
 
-def _new_config(layout: Layout, scheme: Quantized | None, dtype: str | None, to_hf: bool) -> DraftConfig:
-    quantization = layout.config.quantization if layout.quantized and not to_hf else None
+def _new_config(layout: Layout, scheme: Quantized | None, dtype: str | None, to: str) -> DraftConfig:
+    quantization = layout.config.quantization if layout.quantized and to == "mlx" else None
     if scheme:
         quantization = vars(scheme)
     return replace(layout.config, dtype=dtype or layout.config.dtype, quantization=quantization)
-
-
-@dataclass
-class _Writer:
-    """Streams tensors from source files to output files, about one file's worth in memory."""
-
-    tensors: Mapping[str, TensorInfo]
-    layout: Layout
-    scheme: Quantized | None
-    dtype: str | None
-    to: str
-    result: Conversion
-
-    def write(self, folder: Path, progress: Callable[[int, int], None]) -> None:
-        groups = list(self._groups())
-        total, done = sum(recipe.nbytes for recipe in self.layout.recipes.values()), 0
-        index: dict[str, str] = {}
-        for i, names in enumerate(groups, 1):
-            file = "model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-            arrays = self._convert(names)
-            try:
-                mx.save_safetensors(
-                    str(folder / file), arrays, metadata={"format": "mlx" if self.to == "mlx" else "pt"}
-                )
-            except RuntimeError as error:
-                raise DFlashError(f"{self.result.path}: can't be written ({error}); is the disk full?") from None
-            index.update(dict.fromkeys(arrays, file))
-            self.result.tensors += len(arrays)
-            self.result.nbytes += sum(array.nbytes for array in arrays.values())
-            done += sum(self.layout.recipes[name].nbytes for name in names)
-            del arrays
-            mx.clear_cache()
-            progress(done, total)
-        if len(groups) > 1:
-            meta = {"metadata": {"total_size": self.result.nbytes}, "weight_map": dict(sorted(index.items()))}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(meta, indent=4) + "\n")
-
-    def _groups(self) -> Iterator[list[str]]:
-        """Names by output file; the parts of a quantised matrix stay together."""
-
-        def module(name: str) -> str:
-            return name.rpartition(".")[0]
-
-        group: list[str] = []
-        size = 0
-        for _, parts in itertools.groupby(sorted(self.layout.recipes, key=module), module):
-            names = sorted(parts)
-            more = sum(self.layout.recipes[name].nbytes for name in names)
-            if group and size + more > SHARD_BYTES:
-                yield group
-                group, size = [], 0
-            group += names
-            size += more
-        yield group
-
-    def _convert(self, names: list[str]) -> dict[str, mx.array]:
-        arrays = make(names, self.layout.recipes, self.tensors)  # lazy
-        folder = self.layout.recipes[names[0]].file.parent
-        refuse_non_finite(arrays, folder)
-        refuse_bad_ids(arrays, self.layout, self.tensors, folder)
-        out: dict[str, mx.array] = {}
-        for name, array in arrays.items():
-            path, _, kind = name.rpartition(".")
-            if path in self.layout.quantized:
-                if self.to == "mlx":
-                    out[name] = array
-                elif kind == "weight":
-                    out[name] = self._dequantized(path, arrays)
-                elif kind == "bias":
-                    out[name] = self._cast(array)
-            elif self.scheme and kind == "weight" and self._quantizable(name):
-                parts = mx.quantize(self._cast(array), self.scheme.group_size, self.scheme.bits, mode=self.scheme.mode)
-                out.update(zip((name, f"{path}.scales", f"{path}.biases"), parts, strict=False))
-                self.result.quantized += 1
-            else:
-                out[name] = self._cast(array)
-        if self.to == "speculators" and "d2t" in out:
-            out["t2d"] = target_ids(out["d2t"], self.layout.config.vocab_size)
-            out["d2t"] = out["d2t"].astype(mx.int64)
-        return out
-
-    def _quantizable(self, name: str) -> bool:
-        assert self.scheme is not None
-        shape = self.layout.recipes[name].shape
-        if len(shape) != 2:
-            return False
-        if reason := next((why for part, why in KEPT.items() if part in name), None):
-            self.result.kept.append(f"{name} ({reason})")
-            return False
-        if shape[1] % self.scheme.group_size:
-            self.result.kept.append(f"{name} ({shape[1]} columns, no multiple of {self.scheme.group_size})")
-            return False
-        return True
-
-    def _dequantized(self, path: str, arrays: Mapping[str, mx.array]) -> mx.array:
-        how = self.layout.quantized[path]
-        weight = mx.dequantize(
-            arrays[f"{path}.weight"], arrays[f"{path}.scales"], arrays.get(f"{path}.biases"),
-            how.group_size, how.bits, mode=how.mode,
-        )  # fmt: skip
-        self.result.notes.append(f"{path} dequantised from {how.bits} bits")
-        own = FLOATS[self.layout.recipes["norm.weight"].dtype]  # mxfp4 and its like don't keep it
-        return self._cast(weight.astype(own))
-
-    def _cast(self, array: mx.array) -> mx.array:
-        return array.astype(DTYPES[self.dtype]) if self.dtype and mx.issubdtype(array.dtype, mx.floating) else array

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from dflash_mlx.convert.convert import KEPT
+from dflash_mlx.convert.writer import KEPT
 from tiny import draft_config, make_draft, save_draft
 
 from dflash_mlx import convert_draft, load_draft

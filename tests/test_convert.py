@@ -146,7 +146,7 @@ def test_sharded_input(tmp_path, folder, index):
 @pytest.mark.parametrize("quantize", [True, False])
 def test_sharded_output(tmp_path, folder, monkeypatch, quantize):
     convert_draft(folder, tmp_path / "one", quantize=quantize, q_group_size=32 if quantize else None)
-    monkeypatch.setattr("dflash_mlx.convert.convert.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("dflash_mlx.convert.writer.SHARD_BYTES", 20_000)
     convert_draft(folder, tmp_path / "many", quantize=quantize, q_group_size=32 if quantize else None)
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(files) > 3
@@ -168,7 +168,7 @@ def test_peak_memory_is_about_one_shard(tmp_path, monkeypatch):
     source = published(tmp_path / "draft", "float32", **sizes)
     total = inspect_draft(source).nbytes
     shard = total // 6
-    monkeypatch.setattr("dflash_mlx.convert.convert.SHARD_BYTES", shard)
+    monkeypatch.setattr("dflash_mlx.convert.writer.SHARD_BYTES", shard)
     for name, options in {"mlx": {}, "q": {"quantize": True}, "half": {"dtype": "bfloat16"}}.items():
         mx.clear_cache()
         mx.reset_peak_memory()
@@ -489,7 +489,7 @@ def interrupted(monkeypatch) -> Callable[[Callable[[], None]], None]:
                 happen()
             save(*args, **options)
 
-        monkeypatch.setattr("dflash_mlx.convert.convert.SHARD_BYTES", 20_000)
+        monkeypatch.setattr("dflash_mlx.convert.writer.SHARD_BYTES", 20_000)
         monkeypatch.setattr(mx, "save_safetensors", counted)
 
     return at_second_file
