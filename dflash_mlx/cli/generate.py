@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if verdict is None or verdict.identical or verdict.near_tie else 1
 
 
-def load_pair(args: argparse.Namespace) -> tuple[Plan, Any, Any, Any]:
-    """Plan, model, draft and tokenizer for the pair flags; says what was chosen."""
+def settle_pair(args: argparse.Namespace) -> Plan:
+    """What the pair flags ask for, checked before anything heavy loads; says what was chosen."""
     from ..errors import DFlashError
     from ..loading import plan as make_plan
 
@@ -91,7 +91,7 @@ def load_pair(args: argparse.Namespace) -> tuple[Plan, Any, Any, Any]:
         args.draft_model,
         revision=args.revision,
         draft_revision=args.draft_revision,
-        lookup=getattr(args, "lookup", False),  # `benchmark` measures one drafter
+        lookup=getattr(args, "lookup", False),  # `benchmark` and `serve` have one drafter
     )
     for note in plan.notes:
         print(note, file=sys.stderr)
@@ -99,6 +99,12 @@ def load_pair(args: argparse.Namespace) -> tuple[Plan, Any, Any, Any]:
     if args.block_size and args.block_size > (block or 1):
         limit = f"this draft's blocks have 1 to {block} tokens" if block else "there is no draft"
         raise DFlashError(f"--block-size {args.block_size} is out of range: {limit}")
+    return plan
+
+
+def load_pair(args: argparse.Namespace) -> tuple[Plan, Any, Any, Any]:
+    """Plan, model, draft and tokenizer for the pair flags; says what was chosen."""
+    plan = settle_pair(args)
     with status(f"loading {args.model}"):
         return plan, *plan.load(
             attn_implementation=args.attn_implementation,

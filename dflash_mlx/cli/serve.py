@@ -90,10 +90,9 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     import logging
-    import sys
 
     from ..errors import DFlashError
-    from ..loading import plan as make_plan
+    from .generate import settle_pair
 
     if args.pipeline:
         raise DFlashError("--pipeline: this server runs in one process; mlx_lm.server serves distributed models")
@@ -103,12 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if args.num_draft_tokens is not None:
         args.block_size = args.num_draft_tokens + 1
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
-    plan = make_plan(args.model, args.draft_model, revision=args.revision, draft_revision=args.draft_revision)
-    for note in plan.notes:
-        print(note, file=sys.stderr)
-    if args.block_size and args.block_size > (plan.block_size or 1):
-        limit = f"this draft's blocks have 1 to {plan.block_size} tokens" if plan.block_size else "there is no draft"
-        raise DFlashError(f"--block-size {args.block_size} is out of range: {limit}")
+    plan = settle_pair(args)
 
     from ..serve.app import serve
 
