@@ -22,7 +22,8 @@ SAYS = [("thinking", "Two and two."), ("text", "It is 4."), ("tool_use", {"a": 2
 def server(tmp_path_factory):
     """A pair that reasons, answers and calls a tool."""
     target, draft = save_scripted_pair(tmp_path_factory.mktemp("scripted"))
-    with ServerProcess("--model", target, "--draft-model", draft, env={"DFLASH_API_KEY": KEY}) as process:
+    flags = ["--model", target, "--draft-model", draft, "--block-size", "8"]
+    with ServerProcess(*flags, env={"DFLASH_API_KEY": KEY}) as process:
         yield process
 
 

@@ -38,7 +38,7 @@ def browser():
 @pytest.fixture(scope="module")
 def server():
     """The bundled pair, which has no chat template."""
-    with ServerProcess("--model", "demo") as process:
+    with ServerProcess("--model", "demo", "--block-size", "16") as process:
         yield process
 
 

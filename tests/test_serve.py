@@ -38,7 +38,10 @@ def servers(target):
 
 
 def start(target, draft=None, plain=False):
-    return ServerProcess("--model", target, *(["--draft-model", draft] if draft else []), plain=plain)
+    flags = ["--draft-model", draft] if draft else []
+    if draft == "demo":
+        flags += ["--block-size", "16"]  # by itself it may find the draft too dear here
+    return ServerProcess("--model", target, *flags, plain=plain)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +128,26 @@ def test_greedy_options_equal_mlx_lms_server(server, plain):
         ours = server.complete(PROMPTS[1], max_tokens=24, **fields)["choices"][0]
         theirs = plain.complete(PROMPTS[1], max_tokens=24, **fields)["choices"][0]
         assert (ours["text"].strip(), ours["finish_reason"]) == (theirs["text"].strip(), theirs["finish_reason"])
+
+
+def test_blocks_are_chosen_unless_pinned(target, server):
+    """Here the draft never pays, or does: the text is the same, and what was chosen is told and kept."""
+    prompt = "x = [1, 2, 3]\n" * 12
+    with ServerProcess("--model", target, "--draft-model", "demo") as choosing:
+        assert choosing.request("GET", "/v1/models")[1]["data"][0]["dflash"]["auto"] is True
+        assert any("chosen round by round" in line for line in choosing.lines)
+        texts = []
+        for _ in range(3):
+            reply = choosing.complete(prompt, max_tokens=24)
+            texts.append(reply["choices"][0]["text"])
+            block = reply["dflash"]
+            assert block["auto"] is True
+            assert block["ran"] == "dflash"
+            assert block["draft_used"] or block["draft_off_reason"]
+        assert block["cached_tokens"] > 100, "a request that chose plain decoding leaves its caches too"
+        assert choosing.complete(prompt, max_tokens=24, block_size=4)["dflash"]["auto"] is False
+    assert set(texts) == {server.complete(prompt, max_tokens=24)["choices"][0]["text"]}
+    assert server.request("GET", "/v1/models")[1]["data"][0]["dflash"]["auto"] is False
 
 
 def test_counts_reconcile_with_each_other_and_the_metrics(server):

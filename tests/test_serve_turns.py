@@ -24,7 +24,7 @@ FIRST = [(7 * i + 3) % 250 for i in range(40)]
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, tmp_path_factory):
     folder, draft = save_tiny_pair(tmp_path_factory.mktemp(request.param), request.param)
-    return request.param, ["--model", folder, "--draft-model", draft]
+    return request.param, ["--model", folder, "--draft-model", draft, "--block-size", "8"]
 
 
 @pytest.fixture(scope="module")

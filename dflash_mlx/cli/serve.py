@@ -44,7 +44,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-p", type=within(0, 1), default=0.0, help="default: 0, off")
     group.add_argument("--max-tokens", type=at_least(1), default=512, help="default: %(default)s")
     blocks = group.add_mutually_exclusive_group()
-    blocks.add_argument("--block-size", type=at_least(1), help="tokens of a block; default: the draft's own")
+    blocks.add_argument("--block-size", type=at_least(1), help="tokens of a block; default: chosen round by round")
     blocks.add_argument("--num-draft-tokens", type=at_least(0), help="mlx-lm's name for block size less one")
     group.add_argument("--chat-template", default="", help="use this template instead of the tokenizer's")
     group.add_argument("--use-default-chat-template", action="store_true", help="where the tokenizer has none")

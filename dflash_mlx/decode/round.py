@@ -245,7 +245,7 @@ class Session:
     def switch_off(self, reason: str) -> None:
         """Go on without the draft, visibly."""
         warnings.warn(f"draft switched off: {reason}; decoding goes on without it", RuntimeWarning, stacklevel=2)
-        self.stats.draft_off_reason = reason
+        self.stats.draft_off_reason, self.stats.draft_broken = reason, True
         for cache in self.draft_cache:
             cache.trim(cache.offset)  # its rows may not be finite either
         self.drafter, self.taps, self.pending = None, (), []

@@ -21,6 +21,7 @@ class GenerationStats:
         draft_used: whether any round had a draft.
         lookup_rounds: rounds whose proposals were copied from the text.
         draft_off_reason: why the draft was not used, or not to the end.
+        draft_broken: whether it was switched off for what it computed; its cache is empty then.
         block_size: the pinned block, or with `auto` the widest that was allowed; `block_sizes` has what was chosen.
         draft_seconds, verify_seconds, host_seconds: device time of both models and time to build their graphs;
             only measured when profiling, since telling them apart needs a second sync a round.
@@ -34,6 +35,7 @@ class GenerationStats:
     draft_used: bool = False
     lookup_rounds: int = 0
     draft_off_reason: str | None = None
+    draft_broken: bool = False
     block_size: int = 1
     auto: bool = False
     prefill_seconds: float = 0.0

@@ -45,10 +45,11 @@ class Alone:
 
     def drafts(self, job: Job) -> bool:
         """Whether this job would run with the draft."""
-        return self.provider.draft_model is not None and self.width(job) > 1
+        return self.provider.draft_model is not None and self.pinned(job) != 1
 
-    def width(self, job: Job) -> int:
-        return min(job.block_size or self.provider.block_size, self.provider.plan.block_size or 1)
+    def pinned(self, job: Job) -> int | None:
+        """The block that the request or the command line asks for; None where each round chooses."""
+        return job.block_size or self.provider.pinned
 
     def run(self, job: Job, start: Hit | None = None) -> Hit | None:
         """Run the job; its last piece is sent when the caches are settled and the figures complete.
@@ -110,7 +111,7 @@ class Alone:
                         break
                     job.send(piece)
                     self._check(job)
-                    if drafts and stats.draft_off_reason is None and self.others_wait(job):
+                    if drafts and not stats.draft_broken and self.others_wait(job):
                         break
             except _HandOver:
                 return Hit(parts()[0], None, fed[0])
@@ -119,7 +120,7 @@ class Alone:
         if last is None:
             return Hit(target, None, held)
         job.send(last)
-        if stats.draft_off_reason is None or not drafts:
+        if not stats.draft_broken:
             self.store.insert(job.tokens[:held], target, rows)
         return None
 
@@ -131,7 +132,7 @@ class Alone:
         cli, sampling = self.provider.cli_args, job.args.sampling
         tokenizer = self.provider.tokenizer
         return {
-            "block_size": self.width(job) if drafts else None,
+            "block_size": self.pinned(job) if drafts else None,
             "temp": sampling.temperature,
             "seed": job.args.seed,
             "top_p": sampling.top_p,

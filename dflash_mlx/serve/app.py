@@ -89,7 +89,12 @@ def _bound(host: str, port: int, engine: Engine) -> Server:
 
 def _announce(args: argparse.Namespace, engine: Engine, server: Server) -> None:
     provider = engine.provider
-    draft = f"draft {provider.public_draft}, block {provider.block_size}" if provider.public_draft else "no draft"
+    block = (
+        f"block {provider.pinned}"
+        if provider.pinned
+        else f"blocks of up to {provider.block_size}, chosen round by round"
+    )
+    draft = f"draft {provider.public_draft}, {block}" if provider.public_draft else "no draft"
     host = f"[{args.host}]" if ":" in args.host else args.host
     many = "batched without the draft" if provider.is_batchable else "one at a time"
     print(f"{provider.public_name}, {draft}; several requests at once run {many}", file=sys.stderr)

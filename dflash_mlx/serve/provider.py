@@ -23,7 +23,8 @@ class Provider(ModelProvider):
     """mlx-lm's provider with a DFlash draft.
 
     Attributes:
-        block_size: of a request that does not say; 1 without a draft.
+        block_size: of a request that does not say, at most; 1 without a draft.
+        pinned: that block where the command line says so; None lets each round choose.
         cuttable: whether the target's caches can drop their last rows (recurrent and rotating ones can't, always).
     """
 
@@ -39,7 +40,11 @@ class Provider(ModelProvider):
 
     @property
     def block_size(self) -> int:
-        return min(self.cli_args.block_size or self.plan.block_size or 1, self.plan.block_size or 1)
+        return self.pinned or self.plan.block_size or 1
+
+    @property
+    def pinned(self) -> int | None:
+        return self.cli_args.block_size and min(self.cli_args.block_size, self.plan.block_size or 1)
 
     @property
     def public_name(self) -> str:

@@ -81,6 +81,7 @@ class Report:
             "ran": "+".join(self.ways),
             "draft_off_reason": self._off_reason(),
             "block_size": self.stats.block_size if self.stats.draft_used else 1,
+            "auto": self.stats.auto,
             **self.live(),
             "bonus": self.stats.bonus,
             "plain_tokens": self.tokens - self.accepted - self.stats.bonus,

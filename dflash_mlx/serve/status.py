@@ -51,6 +51,7 @@ def _description(engine: Engine) -> dict[str, Any]:
         "dflash": {
             "draft_model": provider.public_draft,
             "block_size": provider.block_size,
+            "auto": provider.public_draft is not None and provider.pinned is None,
             "chat_template": bool(engine.front_tokenizer.has_chat_template),
         },
     }

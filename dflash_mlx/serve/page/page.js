@@ -119,7 +119,8 @@ function drawChart(rounds) {
 
 function showDraft(figures) {
   const reason = figures.draft_off_reason ? ` (${figures.draft_off_reason})` : "";
-  $("draft").textContent = figures.draft_used ? `draft used, block ${figures.block_size}${reason}` : `no draft used${reason}`;
+  const block = figures.auto ? `blocks of up to ${figures.block_size}` : `block ${figures.block_size}`;
+  $("draft").textContent = figures.draft_used ? `draft used, ${block}${reason}` : `no draft used${reason}`;
 }
 
 // The conversation -----------------------------------------------------------------------------------------------
