@@ -64,9 +64,8 @@ def test_the_first_token_comes_before_the_second_draft_and_the_next_round_before
     log = draft.log
     for token, _, _ in generate_step(prompt, model, draft, max_tokens=13):
         log.append(f"token {token}")
-    assert log[0] == "draft", "round 1 is queued before the first token is handed out"
-    assert log[1] == f"token {truth[0]}"
-    assert log[2] == "draft", "round 2 is queued before the text of round 1"
+    assert log[0] == f"token {truth[0]}", "nothing is built before the first token is out"
+    assert log[1:3] == ["draft", "draft"], "round 2 is queued before the text of round 1"
     assert log[3:7] == [f"token {t}" for t in truth[1:5]]
     assert [entry for entry in log if entry != "draft"] == [f"token {t}" for t in truth[:13]]
 
@@ -117,7 +116,8 @@ def test_draft_cache_grows_by_a_share_and_not_every_round():
         if (size := cache[0].keys.shape[2]) != buffers:
             moves, buffers = moves + 1, size
     assert cache[0].rows == 8000
-    assert moves < 24
+    assert moves < 32
+    assert cache[0].keys.shape[2] < 1.1 * 8000, "what is held is close to what is needed"
 
 
 @pytest.mark.parametrize("bad", [{"max_tokens": 0}, {"max_tokens": -2}, {"prefill_step_size": 0}, {"temp": -1.0}])

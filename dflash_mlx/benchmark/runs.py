@@ -158,7 +158,7 @@ def run(pair: Pair, task: Task, arm: Arm, settings: Settings, turn: int | None =
     rounds, seconds, timed_tokens, parts = window.figures()
     return Run(
         task.name, task.kind, task.context, arm.label, 0 if turn is None else turn, task.ids.shape[0],
-        window.tokens, seconds, timed_tokens, rounds, stats.accepted[:rounds], stats.block_sizes[:rounds],
+        window.tokens, seconds, timed_tokens, rounds, stats.accepted[1 : rounds + 1], stats.block_sizes[1 : rounds + 1],
         window.marks[0].time - window.start, window.prefilled - window.start, mx.get_peak_memory(),
         parts if turn == -1 else None,
         None if arm.block_size == 1 else stats.draft_off_reason,
@@ -245,9 +245,14 @@ class _Window:
         self.last = max(len(self.marks) - (1 if steady or not ended else 2), 0)
 
     def figures(self) -> tuple[int, float, int, list[float]]:
-        """(rounds, seconds, tokens, parts) of the window; the first token belongs to the prefill, not to a round."""
-        first, last = self.marks[0], self.marks[self.last]
+        """(rounds, seconds, tokens, parts) of the window.
+
+        It begins with the first round's first token: when the prefill's token comes out, no block may be queued yet.
+        """
+        if self.last < 2:
+            return 0, 0.0, 0, [0.0] * len(PARTS)
+        first, last = self.marks[1], self.marks[self.last]
         following = self.marks[self.last + 1 :]
-        emitted = (following[0].tokens if following else len(self.tokens)) - 1
+        emitted = (following[0].tokens if following else len(self.tokens)) - self.marks[2].tokens
         parts = [after - before for before, after in zip(first.parts, last.parts, strict=True)]
-        return self.last, last.time - first.time, emitted if self.last else 0, parts
+        return self.last - 1, last.time - first.time, emitted, parts

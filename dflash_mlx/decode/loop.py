@@ -35,8 +35,9 @@ def decode(
 ) -> Generator[Token, None, None]:
     """Emit up to `max_tokens` tokens (-1: no limit), the last of them an end token if one comes.
 
-    The next round is queued before the tokens of the finished one are handed out, so the device works while
-    the caller does. However the generator ends, both caches hold exactly the tokens that were handed out.
+    The next round is queued before the tokens of the finished one are handed out, so the device works while the
+    caller does; only the first token does not wait for a block to be built behind it. However the generator ends,
+    both caches hold exactly the tokens that were handed out.
 
     Args:
         session: prefilled.
@@ -66,10 +67,10 @@ def decode(
             settled = now
             tokens, ended = _cut(done.tokens, limit - emitted, end_tokens)
             flight = ahead
-            left = limit - emitted - len(tokens)
-            if flight is None and not ended and left:
-                flight = session.dispatch(_widths(session, block_size, left, room))
+            left = 0 if ended else limit - emitted - len(tokens)
             before = emitted
+            if flight is None and left and before:
+                flight = session.dispatch(_widths(session, block_size, left, room))
             try:
                 for i, token in enumerate(tokens):
                     emitted += 1
@@ -77,8 +78,10 @@ def decode(
             finally:
                 if before:  # the first token is the prefill's
                     session.stats.record(done.width, done.accepted, emitted - before)
-            if ended or not left:
+            if not left:
                 break
+            if flight is None:
+                flight = session.dispatch(_widths(session, block_size, left, room))
             if emitted % CLEAR_EVERY < len(tokens):
                 mx.clear_cache()
     except BaseException:  # closed, or interrupted anywhere in a round

@@ -70,10 +70,10 @@ class DraftKVCache:
         """Both buffers, with room for `new` more rows."""
         if self.keys is not None and self.values is not None and self._end + new <= self.keys.shape[2]:
             return self.keys, self.values
-        # Full layers grow by a quarter, so that copies stay a constant share of the rows ever written;
+        # Full layers grow by a sixteenth, so that copies stay a constant share of the rows ever written;
         # sliding layers move their window to the front of a buffer of fixed size.
         keep = self.visible
-        slack = max(STEP, min(self.window, keep + new) // 8) if self.window else (keep + new) // 4
+        slack = max(STEP, min(self.window, keep + new) // 8) if self.window else (keep + new) // 16
         capacity = -(-(keep + new + slack) // STEP) * STEP
         self.keys = self._moved(self.keys, keys, keep, capacity)
         self.values = self._moved(self.values, values, keep, capacity)
