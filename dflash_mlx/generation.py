@@ -192,8 +192,11 @@ def _tokens(
     if stats.auto:
         way = ["greedy" if temp == 0 else acceptance, *(["processors"] if logits_processors else [])]
         pair = describe_pair(model, drafter, [*way, f"kv {kv_bits}"] if kv_bits else way)
-        pairs = [pair, f"{pair}, lookup"] if isinstance(drafter, PromptLookup) else [pair]
-        chooser = AutoBlockSize(width, *map(round_costs, pairs))
+        pairs, costs = [pair], [round_costs(pair)]
+        if isinstance(drafter, PromptLookup):
+            pairs.append(f"{pair}, lookup")
+            costs.append(round_costs(pairs[1], dearer=costs[0]))
+        chooser = AutoBlockSize(width, *costs)
     try:
         with closing(decode(session, chooser, max_tokens, end_tokens, room, leave_last)) as tokens:
             for i, token in enumerate(tokens):

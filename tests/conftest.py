@@ -1,4 +1,4 @@
-"""Shared fixtures; Metal tests are skipped where there is no Metal."""
+"""Shared fixtures; Metal tests are skipped where there is no GPU (they run on CUDA as well)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 
 def pytest_collection_modifyitems(items):
-    if not mx.metal.is_available():
+    if not mx.is_available(mx.gpu):
         for item in items:
             if item.get_closest_marker("metal"):
-                item.add_marker(pytest.mark.skip(reason="needs Metal"))
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -36,7 +36,9 @@ def widest_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         def add(self, context: int, width: int, seconds: float) -> None:
             pass
 
-    monkeypatch.setattr(generation, "round_costs", lambda pair: Free({0: dict.fromkeys(range(1, 65), 1e9)}))
+    monkeypatch.setattr(
+        generation, "round_costs", lambda pair, dearer=None: Free({0: dict.fromkeys(range(1, 65), 1e9)})
+    )
     monkeypatch.setattr(generation, "keep_costs", lambda pair: None)
 
 

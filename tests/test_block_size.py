@@ -97,12 +97,24 @@ def test_costs_taken_on_a_busy_machine_are_corrected():
     for width, seconds in ((1, 1.0), (2, 1.5), (4, 40.0)):
         for _ in range(3):
             costs.add(width, seconds)
-    assert costs.estimate(4) == pytest.approx(3.5), "two further rows cost two plain steps at most"
-    assert costs.estimate(3) == pytest.approx(2.5)
+    assert costs.curve(8)[3] == pytest.approx(3.5), "two further rows cost two plain steps at most"
+    assert costs.curve(8)[2] == pytest.approx(2.5)
     for _ in range(4):
         costs.add(4, 1.7)
-    assert costs.estimate(4) == pytest.approx(1.7)
-    assert costs.estimate(8) == pytest.approx(2.1)
+    assert costs.curve(8)[3] == pytest.approx(1.7)
+    assert costs.curve(8)[7] == pytest.approx(2.1)
+
+
+def test_a_lookup_starts_from_the_costs_of_the_draft_beside_it():
+    costs = learned(REGIMES["memory bound"])
+    chooser = AutoBlockSize(16, costs, RoundCosts(dearer=costs))
+    assert chooser.next(100, 100, offered=15).verify > 8, "nothing has to be measured first"
+    lookup = chooser.lookup.costs
+    for _ in range(4):
+        lookup.add(100, 6, 0.5 * STEP)
+    assert lookup.at(100).known()[6] == 0.5 * STEP, "what was measured of the lookup itself counts"
+    assert set(lookup.worth_keeping()["0"]) == {"6"}, "and only that is its own"
+    assert costs.at(100).curve(6)[5] > STEP, "the draft's costs stay the draft's"
 
 
 def test_a_longer_context_starts_from_the_costs_of_a_shorter_one():
@@ -180,7 +192,7 @@ class Dear(RoundCosts):
 
 def test_a_run_without_the_draft_says_why(demo_pair, monkeypatch):
     model, draft, tokenizer = demo_pair
-    monkeypatch.setattr(generation, "round_costs", lambda pair: Dear())
+    monkeypatch.setattr(generation, "round_costs", lambda pair, dearer=None: Dear())
     monkeypatch.setattr(generation, "keep_costs", lambda pair: None)
     *_, last = stream_generate(model, tokenizer, "def f(", 20, draft)
     assert not last.stats.draft_used

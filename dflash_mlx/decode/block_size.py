@@ -14,7 +14,7 @@ from .costs import RoundCosts
 PRIOR = 0.75  # share of draft tokens kept
 PRIOR_WEIGHT = 3.0  # in draft tokens
 FORGET_ROUND = 0.97  # weight of the past after a round with a draft
-FORGET_PLAIN = 0.985  # and after a plain one: a draft that failed gets another chance
+FORGET_PLAIN = 0.975  # and after a plain one: a draft that failed gets another chance
 ALLOWANCE = 2.5  # plain steps that a request may lose to rounds which did not pay
 ALLOWANCE_SHARE = 0.015  # and the share of its time on top
 CREDIT = 8.0  # plain steps of earlier gains that it may lose on top
@@ -119,7 +119,7 @@ class AutoBlockSize:
     Args:
         widest: the draft's own block.
         costs: of this pair on this machine; shared by all requests and learned from each.
-        lookup_costs: of rounds whose proposals a lookup copies, where there is one.
+        lookup_costs: of rounds whose proposals a lookup copies, where there is one; without a draft's part in them.
     """
 
     def __init__(self, widest: int, costs: RoundCosts, lookup_costs: RoundCosts | None = None):
@@ -143,14 +143,14 @@ class AutoBlockSize:
                 return width
         if limit == 1:
             return 1
-        expected = proposer.acceptance.expected()
-        step = costs.estimate(1)
-        best = max(range(2, limit + 1), key=lambda width: expected[width - 1] / costs.estimate(width))
-        tokens, price = expected[best - 1], costs.estimate(best) / step
+        expected, curve = proposer.acceptance.expected(), costs.curve(limit)
+        step = curve[0]
+        best = max(range(2, limit + 1), key=lambda width: expected[width - 1] / curve[width - 1])
+        tokens, price = expected[best - 1], curve[best - 1] / step
         if tokens <= price and self.plain % MEASURE_AGAIN < MEASURE_AGAIN - 1:
             self.reason = f"a block of {best} costs {price:.2f} plain steps and gives {tokens:.2f} tokens here"
             return 1
-        if proposer.lost + costs.estimate(best) - step > ALLOWANCE * step + ALLOWANCE_SHARE * self.elapsed:
+        if proposer.lost + curve[best - 1] - step > ALLOWANCE * step + ALLOWANCE_SHARE * self.elapsed:
             self.reason = f"blocks gave fewer tokens than plain steps in the same time ({price:.2f} steps a block)"
             return 1
         # A neighbour that was never measured may hide behind a line drawn over a step of the kernels.

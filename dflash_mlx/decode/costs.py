@@ -33,26 +33,37 @@ class WidthCosts:
     """Seconds of a round by width for one range of context lengths.
 
     A cost is the lower quartile of the latest rounds, since whatever else runs on a machine only adds to it.
+
+    Args:
+        known: what to start from. dearer: costs of rounds with more work in them, which stand in for widths that were
+            measured less than `TRUSTED` times.
     """
 
-    def __init__(self, known: dict[int, float] | None = None):
+    def __init__(self, known: dict[int, float] | None = None, dearer: WidthCosts | None = None):
+        self.dearer = dearer
         self.samples = {width: deque([seconds] * TRUSTED, SAMPLES) for width, seconds in sorted((known or {}).items())}
         self._known: dict[int, float] | None = None
 
     def count(self, width: int) -> int:
         """Rounds of this width that were measured."""
-        return len(self.samples.get(width, ()))
+        own = len(self.samples.get(width, ()))
+        return own if self.dearer is None else max(own, self.dearer.count(width))
 
     def add(self, width: int, seconds: float) -> None:
         self.samples.setdefault(width, deque(maxlen=SAMPLES)).append(seconds)
         self._known = None
 
     def known(self) -> dict[int, float]:
-        """Measured widths, ascending, with their seconds.
+        """Measured widths, ascending, with their seconds."""
+        if self.dearer is None:
+            return self._measured()
+        own = self._measured()
+        trusted = {width: seconds for width, seconds in own.items() if len(self.samples[width]) >= TRUSTED}
+        return dict(sorted({**own, **self.dearer.known(), **trusted}.items()))
 
-        A wider round can't cost more than a narrower one and a plain step for each further row: a figure above
-        that was taken while the machine was busy.
-        """
+    def _measured(self) -> dict[int, float]:
+        """A wider round can't cost more than a narrower one and a plain step for each further row: a figure above
+        that was taken while the machine was busy."""
         if self._known is None:
             self._known, step = {}, 0.0
             for width, samples in sorted(self.samples.items()):
@@ -64,26 +75,34 @@ class WidthCosts:
                 step = step or seconds
         return self._known
 
-    def estimate(self, width: int) -> float:
-        """Seconds of a round: between two measured widths on the line between them, beyond the last on its line."""
+    def curve(self, widest: int) -> list[float]:
+        """Seconds of rounds of width 1, 2, ...: between two measured widths on the line between them, beyond the last
+        on its line. Some width must have been measured."""
         known = self.known()
-        if width in known:
-            return known[width]
-        below, above = [w for w in known if w < width], [w for w in known if w > width]
-        if not below:
-            return known[above[0]]
-        if not above and len(below) == 1:
-            return known[below[0]]
-        left, right = (below[-1], above[0]) if above else below[-2:]
-        slope = max(0.0, (known[right] - known[left]) / (right - left))
-        return known[left] + slope * (width - left)
+        return [_on_line(known, width) for width in range(1, widest + 1)]
+
+
+def _on_line(known: dict[int, float], width: int) -> float:
+    if width in known:
+        return known[width]
+    below, above = [w for w in known if w < width], [w for w in known if w > width]
+    if not below:
+        return known[above[0]]
+    if not above and len(below) == 1:
+        return known[below[0]]
+    left, right = (below[-1], above[0]) if above else below[-2:]
+    slope = max(0.0, (known[right] - known[left]) / (right - left))
+    return known[left] + slope * (width - left)
 
 
 class RoundCosts:
-    """Costs of one pair on this machine, by range of context lengths."""
+    """Costs of one pair on this machine, by range of context lengths; see `WidthCosts` for `dearer`."""
 
-    def __init__(self, ranges: dict[int, dict[int, float]] | None = None):
-        self.ranges = {i: WidthCosts(known) for i, known in (ranges or {}).items()}
+    def __init__(self, ranges: dict[int, dict[int, float]] | None = None, dearer: RoundCosts | None = None):
+        self.dearer = dearer
+        self.ranges: dict[int, WidthCosts] = {}
+        for i, known in (ranges or {}).items():
+            self.ranges[i] = self._range(i, known)
         self.warm: set[tuple[int, int]] = set()  # the first round of a width in a process compiles kernels
 
     def at(self, context: int) -> WidthCosts:
@@ -94,8 +113,11 @@ class RoundCosts:
         i = (context // BUCKET).bit_length()
         if i not in self.ranges:
             others = sorted(self.ranges, key=lambda j: (j > i, abs(j - i)))
-            self.ranges[i] = WidthCosts(self.ranges[others[0]].known() if others else None)
+            self.ranges[i] = self._range(i, self.ranges[others[0]].known() if others else None)
         return self.ranges[i]
+
+    def _range(self, i: int, known: dict[int, float] | None) -> WidthCosts:
+        return WidthCosts(known, self.dearer.at((BUCKET << i) // 2) if self.dearer else None)
 
     def add(self, context: int, width: int, seconds: float) -> None:
         """Take one round into account, unless it is the first of its width here."""
@@ -107,7 +129,7 @@ class RoundCosts:
     def worth_keeping(self) -> dict[str, dict[str, float]]:
         """As plain JSON values, without what rests on a round or two."""
         kept = {
-            str(i): {str(w): round(s, 7) for w, s in costs.known().items() if costs.count(w) >= TRUSTED}
+            str(i): {str(w): round(s, 7) for w, s in costs.known().items() if len(costs.samples.get(w, ())) >= TRUSTED}
             for i, costs in self.ranges.items()
         }
         return {i: widths for i, widths in kept.items() if widths}
@@ -148,12 +170,13 @@ def costs_file() -> Path:
 _known: dict[str, RoundCosts] = {}  # of this process
 
 
-def round_costs(pair: str) -> RoundCosts:
+def round_costs(pair: str, dearer: RoundCosts | None = None) -> RoundCosts:
     """The costs of a pair on this machine, from this process or from the file, empty at first."""
     key = f"{machine()}; {pair}"
     if key not in _known:
         stored = _read().get(key, {})
-        _known[key] = RoundCosts({int(i): {int(w): s for w, s in widths.items()} for i, widths in stored.items()})
+        known = {int(i): {int(w): s for w, s in widths.items()} for i, widths in stored.items()}
+        _known[key] = RoundCosts(known, dearer)
     return _known[key]
 
 

@@ -6,9 +6,9 @@ needs the package index) and takes minutes.
     python tests/peers/compare.py --heavy 16384 --preload /path/of/libopenblas.so.0 --json peers.json
 
 Every engine runs in a process of its own, in float32, on one target folder and one draft folder that all load.
-A round is: draft, verify, cut back, text out. `verify` is the target's forward of the same width measured alone,
-so `rest` = round - verify is what an engine adds: its draft and its overhead. An engine that can't run a pair is
-listed with its reason. tau counts all tokens of a round, the target's own included, for every engine alike.
+A round is: draft, verify, cut back, text out. `verify` is the target's forward of the same width measured alone in
+the same minute, so `rest` = round - verify is what an engine adds: its draft and its overhead (the median over runs,
+since a difference of two long times is as noisy as they are). An engine that can't run a pair is listed with its reason. tau counts all tokens of a round, the target's own included, for every engine alike.
 `copies` of tokens from the prompt (dflash-mlx 0.1.8) count as its rounds.
 """
 
@@ -35,6 +35,7 @@ MLX = [f"mlx{'' if sys.platform == 'darwin' else '[cpu]'}=={version('mlx')}", f"
 PEERS: dict[str, list[list[str]] | None] = {
     "plain": None,
     "ours": None,
+    "ours with lookup": None,  # the like of an engine that copies
     "dflash": [["--no-deps", "dflash==0.1.0"], MLX],
     "dflash-mlx 0.1.8": [["dflash-mlx==0.1.8", *MLX]],
     "mlx-dspark": [["mlx-dspark", *MLX]],
@@ -49,7 +50,7 @@ class Worker:
         environment.pop("LD_PRELOAD", None)
         if args.preload:
             environment["LD_PRELOAD"] = args.preload
-        if name == "ours":
+        if name.startswith("ours"):
             environment["PYTHONPATH"] = str(ROOT)
         self.name, self.versions, self.blocks, self.refused = name, {}, (), None
         self.log = open(args.work / f"{name.replace(' ', '-')}.log", "w")  # noqa: SIM115 - as long as the process
@@ -171,7 +172,7 @@ def compare(args: argparse.Namespace, pythons: dict[str, Path], target: Path, dr
             if block not in worker.blocks:
                 refused[f"{worker.name}, block {block or 'auto'}"] = "has none that its Python interface offers"
     runs: list[dict[str, Any]] = []
-    forwards: dict[int, list[float]] = {}
+    forwards: dict[tuple[int, int], dict[int, float]] = {}  # (prompt, turn) -> width -> seconds
     for turn in range(-1, args.repeat):  # -1 warms up
         for i, ids in enumerate(prompts[:1] if turn < 0 else prompts):
             for worker, block in jobs if (turn + i) % 2 else jobs[::-1]:
@@ -184,19 +185,20 @@ def compare(args: argparse.Namespace, pythons: dict[str, Path], target: Path, dr
                 elif turn >= 0:
                     runs.append({"engine": worker.name, "block": block, "prompt": i, "turn": turn, **result})
             widths = {width for run in runs if run["prompt"] == i and run["turn"] == turn for width in run["widths"]}
-            for width in sorted(widths):
-                forwards.setdefault(width, []).append(plain.ask(ids=ids, forward=width)["seconds"])
+            forwards[i, turn] = {width: plain.ask(ids=ids, forward=width)["seconds"] for width in sorted(widths)}
     versions = {worker.name: worker.versions for worker in workers}
     for worker in workers:
         worker.close()
-    alone = {width: statistics.median(seconds) for width, seconds in forwards.items()}
-    rows = [row(runs, worker.name, block, alone, args.tokens) for worker, block in jobs if has(runs, worker, block)]
+    for run in runs:
+        alone = forwards[run["prompt"], run["turn"]]
+        run["verify"] = statistics.mean(alone[width] for width in run["widths"]) if run["widths"] else None
+    rows = [row(runs, worker.name, block, args.tokens) for worker, block in jobs if has(runs, worker, block)]
     return {
         "prompts": len(prompts),
         "rows": rows,
         "refused": refused,
         "versions": versions,
-        "forward_seconds": alone,
+        "forward_seconds": [{"prompt": i, "turn": turn, **alone} for (i, turn), alone in forwards.items()],
         "runs": runs,
     }
 
@@ -215,21 +217,19 @@ def has(runs: Sequence[dict[str, Any]], worker: Worker, block: int | None) -> bo
     return any(run["engine"] == worker.name and run["block"] == block for run in runs)
 
 
-def row(
-    runs: Sequence[dict[str, Any]], engine: str, block: int | None, alone: dict[int, float], tokens: int
-) -> dict[str, Any]:
+def row(runs: Sequence[dict[str, Any]], engine: str, block: int | None, tokens: int) -> dict[str, Any]:
     """One engine at one block size: each prompt's median over repeats, then totals over prompts."""
     mine = [run for run in runs if (run["engine"], run["block"]) == (engine, block)]
     plain = [run for run in runs if run["engine"] == "plain"]
     texts = {run["prompt"]: run["tokens"][:tokens] for run in plain}
-    widths = [width for run in mine for width in run["widths"]]
-    verify = statistics.mean(alone[width] for width in widths) if widths else None
+    timed = [run for run in mine if run["verify"] is not None]
     tau = sum(run["timed_tokens"] for run in mine) / sum(run["rounds"] for run in mine)
     seconds, step = token_seconds(mine), token_seconds(plain)
     return {
         "engine": engine, "block": block, "tau": tau, "tps": 1 / seconds, "round_ms": 1000 * tau * seconds,
-        "verify_ms": None if verify is None else 1000 * verify,
-        "rest_ms": None if verify is None else 1000 * (tau * seconds - verify),
+        "verify_ms": 1000 * statistics.median(run["verify"] for run in timed) if timed else None,
+        "rest_ms": 1000 * statistics.median(run["seconds"] / run["rounds"] - run["verify"] for run in timed)
+        if timed else None,
         "rho": tau * seconds / step, "speedup": step / seconds,
         "equal": all(run["tokens"][:tokens] == texts[run["prompt"]] for run in mine),
     }  # fmt: skip
