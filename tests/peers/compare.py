@@ -8,8 +8,9 @@ needs the package index) and takes minutes.
 Every engine runs in a process of its own, in float32, on one target folder and one draft folder that all load.
 A round is: draft, verify, cut back, text out. `verify` is the target's forward of the same width measured alone in
 the same minute, so `rest` = round - verify is what an engine adds: its draft and its overhead (the median over runs,
-since a difference of two long times is as noisy as they are). An engine that can't run a pair is listed with its reason. tau counts all tokens of a round, the target's own included, for every engine alike.
-`copies` of tokens from the prompt (dflash-mlx 0.1.8) count as its rounds.
+since a difference of two long times is as noisy as they are). An engine that can't run a pair is listed with its
+reason. tau counts all tokens of a round, the target's own included, for every engine alike. `copies` of tokens from
+the prompt (dflash-mlx 0.1.8) count as its rounds.
 """
 
 from __future__ import annotations
