@@ -42,6 +42,7 @@ class WidthCosts:
     def __init__(self, known: dict[int, float] | None = None, dearer: WidthCosts | None = None):
         self.dearer = dearer
         self.samples = {width: deque([seconds] * TRUSTED, SAMPLES) for width, seconds in sorted((known or {}).items())}
+        self._quartiles = {width: samples[0] for width, samples in self.samples.items()}
         self._known: dict[int, float] | None = None
 
     def count(self, width: int) -> int:
@@ -50,7 +51,9 @@ class WidthCosts:
         return own if self.dearer is None else max(own, self.dearer.count(width))
 
     def add(self, width: int, seconds: float) -> None:
-        self.samples.setdefault(width, deque(maxlen=SAMPLES)).append(seconds)
+        samples = self.samples.setdefault(width, deque(maxlen=SAMPLES))
+        samples.append(seconds)
+        self._quartiles[width] = sorted(samples)[len(samples) // 4]
         self._known = None
 
     def known(self) -> dict[int, float]:
@@ -65,14 +68,14 @@ class WidthCosts:
         """A wider round can't cost more than a narrower one and a plain step for each further row: a figure above
         that was taken while the machine was busy."""
         if self._known is None:
-            self._known, step = {}, 0.0
-            for width, samples in sorted(self.samples.items()):
-                seconds = sorted(samples)[len(samples) // 4]
-                for narrower, cost in self._known.items() if step else ():
-                    if narrower > 1:
-                        seconds = min(seconds, cost + (width - narrower) * step)
-                self._known[width] = seconds
-                step = step or seconds
+            known: dict[int, float] = {}
+            narrower = 1
+            for width, seconds in sorted(self._quartiles.items()):
+                if narrower > 1 and 1 in known:
+                    seconds = min(seconds, known[narrower] + (width - narrower) * known[1])
+                known[width] = seconds
+                narrower = width
+            self._known = known
         return self._known
 
     def curve(self, widest: int) -> list[float]:

@@ -71,6 +71,7 @@ def decode(
             before = emitted
             if flight is None and left and before:
                 flight = session.dispatch(_widths(session, block_size, left, room))
+            session.compute_rows()
             try:
                 for i, token in enumerate(tokens):
                     emitted += 1

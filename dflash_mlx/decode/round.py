@@ -95,6 +95,8 @@ class Session:
         # are used: a plain round costs no projection, and a lazy slice belongs to the thread that made it, while a
         # generator may be finished in another.
         self.pending: list[tuple[mx.array, int]] = []
+        self.backlog = 0  # tokens in it
+        self.loose: list[mx.array] = []  # rows of log-probabilities that the next launch computes along
         self.changing = False  # a forward or a rewind has begun and may have reached only some of the caches
         if profile:
             stats.draft_seconds = stats.verify_seconds = stats.host_seconds = 0.0
@@ -110,13 +112,15 @@ class Session:
             if widths.verify > 1:
                 context = None
                 if not self.offered():  # a lookup leaves the draft's context for later
-                    backlog, context = sum(count for _, count in self.pending), self._take_pending()
+                    backlog, context = self.backlog, self._take_pending()
                 proposal = self._draft(anchor, widths.draft, context)
                 block = mx.concatenate([anchor, self._valid(proposal)[: widths.verify - 1]])
                 start = self._launch("draft_seconds", start, block)
             flight = self._verify(block, proposal, ahead=anchor is not self.anchor)
             flight.backlog = backlog
-            self._launch("verify_seconds", start, flight.packed, *([] if flight.taps is None else [flight.taps]))
+            taps = [] if flight.taps is None else [flight.taps]
+            self._launch("verify_seconds", start, flight.packed, *taps, *self.loose)
+            self.loose = []
         return flight
 
     def settle(self, flight: Flight) -> Round:
@@ -130,9 +134,9 @@ class Session:
             if rejected:
                 # Rows of their own, or a caller that keeps one keeps the whole block of log-probabilities.
                 logprobs = mx.take(logprobs, mx.arange(len(tokens)), axis=0)
-                mx.async_eval(logprobs)
+                self.loose.append(logprobs)
         if flight.taps is not None:
-            self.pending.append((flight.taps, len(tokens)))
+            self._wait(flight.taps, len(tokens))
             self._flush_backlog()
         self.stats.lookup_rounds += flight.lookup
         self.tokens += tokens
@@ -141,6 +145,12 @@ class Session:
             dtype = str(getattr(self.drafter, "dtype", "unknown dtype")).removeprefix("mlx.core.")
             self.switch_off(f"it computed NaN or infinite values in {dtype}")
         return Round(flight.width, accepted, tokens, logprobs)
+
+    def compute_rows(self) -> None:
+        """Before tokens are handed out with no round queued behind them: the rows that it would have computed along."""
+        if self.loose:
+            mx.async_eval(*self.loose)
+            self.loose = []
 
     def offered(self, length: int | None = None) -> int | None:
         """Tell a lookup the tokens (the first `length`, absolute): how many it proposes next, see `Drafter`."""
@@ -248,7 +258,7 @@ class Session:
         self.stats.draft_off_reason, self.stats.draft_broken = reason, True
         for cache in self.draft_cache:
             cache.trim(cache.offset)  # its rows may not be finite either
-        self.drafter, self.taps, self.pending = None, (), []
+        self.drafter, self.taps, self.pending, self.backlog = None, (), [], 0
 
     def drop_unfinished(self) -> None:
         """After an exception: undo a round whose forward or rewind may have reached only some of the caches."""
@@ -280,7 +290,7 @@ class Session:
     def _finish(self, length: int, flight: Flight | None) -> None:
         with mx.stream(self.stream):
             if flight is not None and flight.taps is not None:
-                self.pending.append((flight.taps, flight.width))
+                self._wait(flight.taps, flight.width)
             if self.fed < length:
                 self.rewinder.mark(self.fed, 1, plain=self.drafter is None)
                 self.changing = True
@@ -289,7 +299,7 @@ class Session:
                 self.changing = False
                 self.quantize(self.target_cache)
                 if taps is not None:
-                    self.pending.append((taps, 1))
+                    self._wait(taps, 1)
             self._rewind_to(length)
             if self.drafter and self.draft_cache:
                 missing = length - self.draft_cache[0].offset
@@ -306,16 +316,22 @@ class Session:
         self.fed = length
         self.changing = False
 
+    def _wait(self, taps: mx.array, count: int) -> None:
+        """The first `count` rows of taps are for the draft, once it is asked again."""
+        self.pending.append((taps, count))
+        self.backlog += count
+
     def _take_pending(self) -> mx.array | None:
         """Context rows `[1, S, ...]` of all pending taps, projected together."""
         if not self.pending or self.drafter is None:
             return None
-        pending, self.pending = [taps[:, :count] for taps, count in self.pending], []
+        pending = [taps[:, :count] for taps, count in self.pending]
+        self.pending, self.backlog = [], 0
         return self.drafter.context(mx.concatenate(pending, axis=1) if len(pending) > 1 else pending[0])
 
     def _flush_backlog(self) -> None:
         """While many plain rounds follow each other, give the draft its rows now and then, in one go."""
-        if sum(count for _, count in self.pending) < BACKLOG or self.drafter is None:
+        if self.backlog < BACKLOG or self.drafter is None:
             return
         with mx.stream(self.stream):
             context = self._take_pending()

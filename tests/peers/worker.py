@@ -60,11 +60,11 @@ class Plain:
         self.model, self.tokenizer = load(target)[:2]
 
     def run(self, ids: list[int], block: int | None, tokens: int) -> Result:
-        from mlx_lm.generate import generate_step
+        from mlx_lm import stream_generate
 
-        rounds = Rounds()
-        for token, _ in generate_step(mx.array(ids), self.model, max_tokens=tokens):
-            rounds.add([token], opens=True)
+        self.tokenizer.eos_token_ids, rounds = set(), Rounds()
+        for response in stream_generate(self.model, self.tokenizer, ids, tokens):
+            rounds.add([response.token], opens=True)
         return rounds, [1] * (tokens - 1)
 
     def forward(self, ids: list[int], width: int, repeat: int = 9) -> float:
