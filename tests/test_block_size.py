@@ -220,3 +220,37 @@ def test_context_of_plain_rounds_reaches_the_draft(demo_pair, monkeypatch):
     assert blocks == mixed
     assert a.offset == b.offset == len(prompt) + 300
     assert mx.allclose(a.keys[..., : a.rows, :], b.keys[..., : b.rows, :], atol=1e-4)
+
+
+def test_a_round_is_measured_alone_where_plain_ones_are_queued_ahead(monkeypatch):
+    """A device that works while rounds are queued, as MLX on a CPU does: plain rounds come out one late."""
+    from dflash_mlx.decode import loop
+    from dflash_mlx.decode.block_size import Widths
+    from dflash_mlx.decode.round import Session
+
+    clock, queue = [0.0], Session.dispatch
+
+    def dispatch(self, widths, anchor=None):
+        clock[0] += 2.5 if widths.verify > 1 else 1.0
+        return queue(self, widths, anchor)
+
+    monkeypatch.setattr(Session, "dispatch", dispatch)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
+    seen = []
+
+    class Scripted:
+        def __init__(self, *args):
+            self.widths = iter([1, 1, 1, 4, 4, 1, 1, 1, 1, 4, 1, 4] + [1] * 60)
+
+        def next(self, context, remaining, room=None, offered=None):
+            width = min(next(self.widths), remaining)
+            return Widths(width, width)
+
+        def observe(self, context, width, accepted, seconds, lookup=False):
+            seen.append((width, seconds))
+
+    monkeypatch.setattr(generation, "AutoBlockSize", Scripted)
+    list(generate_step([1, 2, 3], make_target(), make_draft(), max_tokens=40))
+    assert {seconds for width, seconds in seen if width > 1} == {2.5}
+    assert {seconds for width, seconds in seen if width == 1} == {1.0, None}
+    assert [seconds for width, seconds in seen].count(None) < 8

@@ -28,11 +28,15 @@ PARTS = ("draft_seconds", "verify_seconds", "host_seconds")
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of decoding: block size None is auto, 1 our loop without a draft; `plain` is mlx-lm itself."""
+    """One way of decoding: block size None is auto, 1 our loop without a draft; `plain` is mlx-lm itself.
+
+    With `lookup` proposals are copied from the text where it repeats itself.
+    """
 
     label: str
     block_size: int | None = None
     plain: bool = False
+    lookup: bool = False
 
 
 PLAIN = Arm("plain", 1, plain=True)
@@ -147,6 +151,7 @@ def run(pair: Pair, task: Task, arm: Arm, settings: Settings, turn: int | None =
                 settings.max_tokens + 3 * _widest(pair.draft),  # no round in the window is cut short by a limit
                 pair.draft,
                 block_size=1 if pair.draft is None else arm.block_size,
+                lookup=arm.lookup,
                 stats=stats,
                 profile=turn == -1,
                 prefill_step_size=settings.prefill_step_size,

@@ -27,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-sizes", help='comma-separated; "auto" lets each round choose, 1 is our loop without a draft; '
         "default: auto and 4, 8, 16"
     )  # fmt: skip
+    group.add_argument(
+        "--with-lookup", action="store_true", help="each block once more with prompt lookup beside the draft"
+    )
     group.add_argument("--max-tokens", "-m", type=at_least(8), default=96, help="a run, default: %(default)s")
     group.add_argument("--repeat", type=at_least(1), default=3, help="timed runs of each prompt, default: %(default)s")
     group.add_argument("--warm-up", type=at_least(0), default=1, help="untimed runs before, default: %(default)s")
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     plan, model, draft, tokenizer = load_pair(args)
     if draft is None and args.draft_model != "none":
         raise DFlashError("there is no draft to measure; give --draft-model, or none to measure plain decoding alone")
-    arms = _arms(blocks, draft)
+    arms = _arms(blocks, draft, args.with_lookup)
     if args.dtype:
         for part in (model, draft):
             if hasattr(part, "set_dtype"):
@@ -135,11 +138,14 @@ def _check_outputs(args: argparse.Namespace) -> None:
             raise DFlashError(f"--plots {args.plots}: is no folder")
 
 
-def _arms(blocks: list[int | None] | None, draft: Any) -> list[Arm]:
+def _arms(blocks: list[int | None] | None, draft: Any, with_lookup: bool) -> list[Arm]:
     from ..benchmark import Arm
     from ..decode.drafter import as_drafter
+    from ..decode.lookup import PromptLookup
     from ..errors import DFlashError
 
+    if with_lookup and (draft is None or isinstance(draft, PromptLookup)):
+        raise DFlashError("--with-lookup: there is no draft to set it beside; --draft-model lookup measures it alone")
     widest = 1 if draft is None else as_drafter(draft).block_size
     if blocks is None:
         blocks = [1] if draft is None else [*(size for size in BLOCKS if size <= widest), None]
@@ -148,7 +154,8 @@ def _arms(blocks: list[int | None] | None, draft: Any) -> list[Arm]:
             limit = "there is no draft" if draft is None else f"this draft's blocks have 2 to {widest} tokens"
             raise DFlashError(f"--block-sizes {size or AUTO}: {limit} (1 is our loop without a draft)")
     sizes = sorted(set(blocks), key=lambda size: size or widest + 1)
-    return [Arm(AUTO if size is None else str(size), size) for size in sizes]
+    arms = [Arm(AUTO if size is None else str(size), size) for size in sizes]
+    return [*arms, *(Arm(f"{arm.label}+lookup", arm.block_size, lookup=True) for arm in arms if with_lookup)]
 
 
 def _tasks(args: argparse.Namespace, contexts: list[int], tokenizer: Any) -> list[Task]:

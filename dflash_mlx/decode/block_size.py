@@ -14,7 +14,7 @@ from .costs import RoundCosts
 PRIOR = 0.75  # share of draft tokens kept
 PRIOR_WEIGHT = 3.0  # in draft tokens
 FORGET_ROUND = 0.97  # weight of the past after a round with a draft
-FORGET_PLAIN = 0.975  # and after a plain one: a draft that failed gets another chance
+FORGET_PLAIN = 0.97  # and after a plain one: a draft that failed gets another chance
 ALLOWANCE = 2.5  # plain steps that a request may lose to rounds which did not pay
 ALLOWANCE_SHARE = 0.015  # and the share of its time on top
 CREDIT = 8.0  # plain steps of earlier gains that it may lose on top

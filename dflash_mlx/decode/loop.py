@@ -50,6 +50,7 @@ def decode(
     limit = max_tokens if max_tokens >= 0 else 1 << 62
     flight: Flight | None = session.dispatch(PLAIN)  # the last prompt token; its pick is the first token
     settled = None
+    was_ahead = False  # whether the flight was queued before the round in front of it was settled
     try:
         while flight is not None:
             ahead = None
@@ -61,10 +62,13 @@ def decode(
             done = session.settle(flight)
             now = time.perf_counter()
             if settled is not None:  # the first token is the prefill's
-                # A round that took in what many plain ones left says nothing about the next.
-                seconds = now - settled if flight.backlog <= USUAL_BACKLOG else None
+                # The time since the last round is this one's where as many rounds were queued as settled in it: not
+                # on the first and last of plain rounds that follow each other. One that took in what many plain
+                # ones left says nothing about the next either.
+                whole = was_ahead == (ahead is not None) and flight.backlog <= USUAL_BACKLOG
+                seconds = now - settled if whole else None
                 block_size.observe(session.fed, done.width, done.accepted, seconds, flight.lookup)
-            settled = now
+            settled, was_ahead = now, ahead is not None
             tokens, ended = _cut(done.tokens, limit - emitted, end_tokens)
             flight = ahead
             left = 0 if ended else limit - emitted - len(tokens)
