@@ -206,8 +206,8 @@ def _tokens(
     finally:
         for pair in pairs:
             keep_costs(pair)
-        if isinstance(chooser, AutoBlockSize) and not stats.draft_used and not stats.draft_off_reason:
-            stats.draft_off_reason = chooser.reason
+        if isinstance(chooser, AutoBlockSize) and not stats.draft_off_reason:
+            stats.draft_off_reason = chooser.reason or None
 
 
 def stream_generate(

@@ -117,6 +117,28 @@ def test_a_lookup_starts_from_the_costs_of_the_draft_beside_it():
     assert costs.at(100).curve(6)[5] > STEP, "the draft's costs stay the draft's"
 
 
+def requests(costs, keep, price, busy=lambda width: 1.0):
+    """Three requests of 200 tokens behind one of 24 on a busy machine; plain steps that each token took."""
+    simulate(lambda w: price(w) * busy(w), keep, tokens=24, costs=costs)
+    return [simulate(price, keep, tokens=200, costs=costs, seed=seed)[0] for seed in range(1, 7)]
+
+
+def test_a_plain_step_measured_on_a_busy_machine_does_not_stick():
+    price = lambda w: 1.0 if w == 1 else 1.0 + 0.125 * w  # noqa: E731
+    times = requests(RoundCosts(), lambda _: 0.0, price, busy=lambda _: 5.0)
+    assert times[-1] < 1.04, "a useless draft is found out"
+    stored = RoundCosts({0: {1: 5 * STEP, 2: 1.25 * STEP, 3: 1.4 * STEP, 16: 3 * STEP}})
+    assert simulate(price, lambda _: 0.0, tokens=200, costs=stored)[0] < 1.25, "in another process as well"
+    assert simulate(price, lambda _: 0.0, tokens=200, costs=stored)[0] < 1.04
+
+
+@pytest.mark.parametrize("keep", [0.6, 0.8])
+def test_blocks_measured_on_a_busy_machine_do_not_stick(keep):
+    price = lambda w: 1.0 if w == 1 else 1.0 + 0.01 * w  # noqa: E731
+    times = requests(RoundCosts(), lambda _: keep, price, busy=lambda width: 8.0 if width > 1 else 1.0)
+    assert times[-1] < 0.6
+
+
 def test_a_longer_context_starts_from_the_costs_of_a_shorter_one():
     costs = RoundCosts()
     for _ in range(4):
@@ -144,7 +166,10 @@ def test_costs_are_kept_between_processes(tmp_path, monkeypatch):
 
 
 @pytest.mark.real_costs
-@pytest.mark.parametrize("damage", ["{", "[1]", '{"a": 3}', '{"a": {"0": {"x": 1}}}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "damage",
+    ["{", "[1]", '{"a": 3}', '{"a": {"0": {"x": 1}}}', "[" * 100_000, '{"a": {"0": {"1": 1%s}}}' % ("0" * 400)],
+)
 def test_a_damaged_file_of_costs_is_measured_again(damage, tmp_path, monkeypatch):
     monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
     monkeypatch.setattr(cost_table, "_known", {})
@@ -152,6 +177,15 @@ def test_a_damaged_file_of_costs_is_measured_again(damage, tmp_path, monkeypatch
     model, draft = make_target(), make_draft()
     assert [t for t, *_ in generate_step([1, 2], model, draft, max_tokens=30)] == plain_tokens(model, [1, 2], 30)
     assert json.loads((tmp_path / "costs.json").read_text())
+
+
+@pytest.mark.real_costs
+def test_ranges_that_no_context_has_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("DFLASH_MLX_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_table, "_known", {})
+    stored = {f"{cost_table.machine()}; pair": {key: {"1": 0.1} for key in ["-1", "0", "999999999999"]}}
+    (tmp_path / "costs.json").write_text(json.dumps(stored))
+    assert set(cost_table.round_costs("pair", dearer=RoundCosts()).ranges) == {0}
 
 
 @pytest.mark.real_costs
@@ -239,6 +273,8 @@ def test_a_round_is_measured_alone_where_plain_ones_are_queued_ahead(monkeypatch
     seen = []
 
     class Scripted:
+        reason = ""
+
         def __init__(self, *args):
             self.widths = iter([1, 1, 1, 4, 4, 1, 1, 1, 1, 4, 1, 4] + [1] * 60)
 

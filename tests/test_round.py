@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
 import mlx.core as mx
+import numpy as np
 import pytest
 from scripted import ScriptedDrafter, plain_tokens
 from tiny import make_draft, make_draft2, make_target
@@ -68,6 +71,18 @@ def test_the_first_token_comes_before_the_second_draft_and_the_next_round_before
     assert log[1:3] == ["draft", "draft"], "round 2 is queued before the text of round 1"
     assert log[3:7] == [f"token {t}" for t in truth[1:5]]
     assert [entry for entry in log if entry != "draft"] == [f"token {t}" for t in truth[:13]]
+
+
+@pytest.mark.parametrize("block", [1, 4, 8])
+def test_any_thread_can_read_the_log_probabilities(block):
+    """Lazy rows belong to the thread that made them, so they are computed before they are handed out."""
+    model, draft = make_target(), make_draft()
+    steps = list(generate_step([3, 1, 4], model, draft, max_tokens=12, block_size=block))
+    read = []
+    thread = threading.Thread(target=lambda: read.extend(np.array(row).argmax() for _, row, _ in steps))
+    thread.start()
+    thread.join()
+    assert read == [token for token, *_ in steps]
 
 
 def test_an_exception_in_the_consumer_leaves_the_target_as_it_was():

@@ -96,7 +96,9 @@ def by_kind(runs: Sequence[Run], arms: Iterable[str]) -> list[dict[str, Any]]:
 def _row(runs: Sequence[Run], arm: str, block_size: int | None) -> Row:
     mine, plain = _of(_timed(runs), arm), _of(_timed(runs), PLAIN.label)
     if not mine or not plain:
-        raise DFlashError("the texts end after a round or two, too early to time them; try --ignore-end")
+        raise DFlashError(
+            "the texts end after a round or two, too early to time them; try --ignore-end or other prompts"
+        )
     tau, seconds, step = _tau(mine), _token_seconds(mine), _token_seconds(plain)
     rates = [1 / _token_seconds(turn) for turn in _turns(mine)]
     ratios = [_token_seconds(b) / _token_seconds(a) for a, b in zip(_turns(mine), _turns(plain), strict=True)]

@@ -231,7 +231,7 @@ class _Window:
             self.prefilled = time.perf_counter()
 
     def take(self, responses: Any, wanted: int, steady: bool = False) -> None:
-        """Consume responses up to the end of the round that reaches `wanted` tokens.
+        """Consume responses up to the end of the round that reaches `wanted` tokens, and of so many that one is timed.
 
         Args:
             steady: whether another round is queued even behind the last, as mlx-lm does.
@@ -243,7 +243,7 @@ class _Window:
                 self.marks.append(_Mark(time.perf_counter(), len(self.tokens), parts))
             self.tokens.append(response.token)
             opens, ended = not response.from_draft, response.finish_reason is not None
-            if opens and len(self.tokens) >= wanted and not ended:
+            if opens and len(self.tokens) >= wanted and len(self.marks) >= 3 and not ended:
                 break
         responses.close()
         # Behind the round that ended a text nothing was queued: the window ends one round before.

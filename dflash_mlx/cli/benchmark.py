@@ -155,7 +155,8 @@ def _arms(blocks: list[int | None] | None, draft: Any, with_lookup: bool) -> lis
             raise DFlashError(f"--block-sizes {size or AUTO}: {limit} (1 is our loop without a draft)")
     sizes = sorted(set(blocks), key=lambda size: size or widest + 1)
     arms = [Arm(AUTO if size is None else str(size), size) for size in sizes]
-    return [*arms, *(Arm(f"{arm.label}+lookup", arm.block_size, lookup=True) for arm in arms if with_lookup)]
+    beside = [arm for arm in arms if with_lookup and arm.block_size != 1]
+    return [*arms, *(Arm(f"{arm.label}+lookup", arm.block_size, lookup=True) for arm in beside)]
 
 
 def _tasks(args: argparse.Namespace, contexts: list[int], tokenizer: Any) -> list[Task]:

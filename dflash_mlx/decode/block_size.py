@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from .costs import RoundCosts
+from .costs import STALE_BLOCK, STALE_PLAIN, RoundCosts
 
 # What a request expects before its first round, and how fast it forgets (docs/experiments.md).
 PRIOR = 0.75  # share of draft tokens kept
@@ -18,7 +18,6 @@ FORGET_PLAIN = 0.97  # and after a plain one: a draft that failed gets another c
 ALLOWANCE = 2.5  # plain steps that a request may lose to rounds which did not pay
 ALLOWANCE_SHARE = 0.015  # and the share of its time on top
 CREDIT = 8.0  # plain steps of earlier gains that it may lose on top
-MEASURE_AGAIN = 500  # plain rounds after which a block that is too dear is tried once more, costs being what changes
 PAUSE = 3.0  # a round that took so many times its usual time was waiting for somebody else
 FIRST_WIDTHS = (1, 2, 4)  # measured before anything is known, each so often as `TRIALS`
 TRIALS = 3
@@ -113,7 +112,8 @@ class Proposer:
 class AutoBlockSize:
     """The width with the most tokens for its time, plain decoding among them; nothing is carried to a next request.
 
-    Widths whose cost is unknown are taken at the line through their neighbours and measured when they win. A
+    Widths whose cost is unknown are taken at the line through their neighbours and measured when they win; what has
+    not been chosen for long is measured again, since a machine that was busy then may be idle now. A
     round that emits less than plain steps would have in its time is a loss; losses stay within `ALLOWANCE`.
 
     Args:
@@ -127,7 +127,6 @@ class AutoBlockSize:
         self.draft = Proposer(widest - 1, costs)
         self.lookup = Proposer(widest - 1, lookup_costs or RoundCosts())
         self.elapsed = 0.0  # seconds
-        self.plain = 0  # rounds
         self.reason = ""  # why the last choice was plain
 
     def next(self, context: int, remaining: int, room: int | None = None, offered: int | None = None) -> Widths:
@@ -147,18 +146,22 @@ class AutoBlockSize:
         step = curve[0]
         best = max(range(2, limit + 1), key=lambda width: expected[width - 1] / curve[width - 1])
         tokens, price = expected[best - 1], curve[best - 1] / step
-        if tokens <= price and self.plain % MEASURE_AGAIN < MEASURE_AGAIN - 1:
+        if proposer.costs.since_plain >= STALE_PLAIN:
+            return 1
+        if proposer.costs.since_block >= STALE_BLOCK:
+            return best
+        if tokens <= price:
             self.reason = f"a block of {best} costs {price:.2f} plain steps and gives {tokens:.2f} tokens here"
             return 1
         if proposer.lost + curve[best - 1] - step > ALLOWANCE * step + ALLOWANCE_SHARE * self.elapsed:
             self.reason = f"blocks gave fewer tokens than plain steps in the same time ({price:.2f} steps a block)"
             return 1
+        self.reason = ""
         # A neighbour that was never measured may hide behind a line drawn over a step of the kernels.
         return next((w for w in (best + 1, best - 1) if 2 <= w <= limit and costs.count(w) < 2), best)
 
     def observe(self, context: int, width: int, accepted: int, seconds: float | None, lookup: bool = False) -> None:
         if width == 1:
-            self.plain += 1
             told = [self.draft, self.lookup]
             for proposer in told:
                 proposer.acceptance.forget(FORGET_PLAIN)

@@ -26,6 +26,9 @@ from mlx.utils import tree_flatten
 SAMPLES = 12  # latest rounds of a width that its cost is taken from
 TRUSTED = 3  # samples from which a cost is worth keeping on disk, and as many it then stands for
 BUCKET = 2048  # tokens of the first range of context lengths; each further one is twice as long
+STALE_PLAIN = 100  # rounds with a block after which a plain step is measured again
+STALE_BLOCK = 500  # plain rounds after which a block is
+RANGES = 32  # of them, more than any context needs
 KEYS = 64  # pairs kept on disk, the latest used
 
 
@@ -62,7 +65,11 @@ class WidthCosts:
             return self._measured()
         own = self._measured()
         trusted = {width: seconds for width, seconds in own.items() if len(self.samples[width]) >= TRUSTED}
-        return dict(sorted({**own, **self.dearer.known(), **trusted}.items()))
+        known = dict(sorted({**own, **self.dearer.known(), **trusted}.items()))
+        least = float("inf")
+        for width in reversed(known):  # fewer rows cost no more than what was measured of more
+            least = known[width] = min(least, known[width])
+        return known
 
     def _measured(self) -> dict[int, float]:
         """A wider round can't cost more than a narrower one and a plain step for each further row: a figure above
@@ -95,7 +102,7 @@ def _on_line(known: dict[int, float], width: int) -> float:
         return known[below[0]]
     left, right = (below[-1], above[0]) if above else below[-2:]
     slope = max(0.0, (known[right] - known[left]) / (right - left))
-    return known[left] + slope * (width - left)
+    return known[right] - slope * (right - width)
 
 
 class RoundCosts:
@@ -107,6 +114,10 @@ class RoundCosts:
         for i, known in (ranges or {}).items():
             self.ranges[i] = self._range(i, known)
         self.warm: set[tuple[int, int]] = set()  # the first round of a width in a process compiles kernels
+        # Rounds of the other kind since a plain one, and since a block, was measured: what is not chosen is not
+        # corrected. What another process measured is looked at again sooner.
+        self.since_plain = STALE_PLAIN - 20 if ranges else 0
+        self.since_block = STALE_BLOCK - 100 if ranges else 0
 
     def at(self, context: int) -> WidthCosts:
         """The costs at a context of so many tokens; a new range starts from the nearest, by preference shorter.
@@ -125,9 +136,16 @@ class RoundCosts:
     def add(self, context: int, width: int, seconds: float) -> None:
         """Take one round into account, unless it is the first of its width here."""
         i = (context // BUCKET).bit_length()
-        if (i, width) in self.warm:
+        measured = (i, width) in self.warm
+        if measured:
             self.at(context).add(width, seconds)
         self.warm.add((i, width))
+        if width == 1:
+            self.since_block += 1
+            self.since_plain = 0 if measured else self.since_plain
+        else:
+            self.since_plain += 1
+            self.since_block = 0 if measured else self.since_block
 
     def worth_keeping(self) -> dict[str, dict[str, float]]:
         """As plain JSON values, without what rests on a round or two."""
@@ -222,8 +240,9 @@ def _read() -> dict[str, dict[str, dict[str, float]]]:
             str(key): {
                 str(int(i)): {str(int(w)): float(s) for w, s in widths.items() if 0 < float(s) < 3600 and int(w) > 0}
                 for i, widths in ranges.items()
+                if 0 <= int(i) < RANGES
             }
             for key, ranges in stored.items()
         }
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, OverflowError):
         return {}

@@ -35,7 +35,7 @@ class Flight:
     width: int
     packed: mx.array  # of a block [2 + width] int32: accepted, draft finite, picks; of a plain round the pick
     picks: mx.array  # [width]
-    logprobs: mx.array  # [width, V]
+    logprobs: mx.array  # [width, V]; of a plain round [V]
     taps: mx.array | None  # [1, width, taps * Ht] what the draft wants of the block's rows
     backlog: int = 0  # tokens whose taps the draft had to take in first
     lookup: bool = False  # whether its proposals were copied from the text
@@ -48,7 +48,7 @@ class Round:
     width: int
     accepted: int
     tokens: list[int]
-    logprobs: mx.array  # [accepted + 1, V]; row i belongs to tokens[i]
+    logprobs: list[mx.array]  # [V] each; they are computed or queued, so that any thread can read them
 
 
 def sync(array: mx.array) -> list[int]:
@@ -119,7 +119,8 @@ class Session:
             flight = self._verify(block, proposal, ahead=anchor is not self.anchor)
             flight.backlog = backlog
             taps = [] if flight.taps is None else [flight.taps]
-            self._launch("verify_seconds", start, flight.packed, *taps, *self.loose)
+            rows = [flight.logprobs] if flight.width == 1 else []
+            self._launch("verify_seconds", start, flight.packed, *taps, *rows, *self.loose)
             self.loose = []
         return flight
 
@@ -128,13 +129,14 @@ class Session:
         accepted, finite, *picks = sync(flight.packed) if flight.width > 1 else (0, 1, *sync(flight.packed))
         tokens = picks[: accepted + 1]
         rejected = flight.width - len(tokens)
-        logprobs = flight.logprobs
+        rows = [flight.logprobs]
         with mx.stream(self.stream):
             self._rewind_to(self.fed - rejected)
-            if rejected:
-                # Rows of their own, or a caller that keeps one keeps the whole block of log-probabilities.
-                logprobs = mx.take(logprobs, mx.arange(len(tokens)), axis=0)
-                self.loose.append(logprobs)
+            if flight.width > 1:
+                # Taken out, or a caller that keeps one row keeps those of the whole block.
+                kept = mx.take(flight.logprobs, mx.arange(len(tokens)), axis=0) if rejected else flight.logprobs
+                rows = [kept[i] for i in range(len(tokens))]
+                self.loose += rows
         if flight.taps is not None:
             self._wait(flight.taps, len(tokens))
             self._flush_backlog()
@@ -144,7 +146,7 @@ class Session:
         if not finite:
             dtype = str(getattr(self.drafter, "dtype", "unknown dtype")).removeprefix("mlx.core.")
             self.switch_off(f"it computed NaN or infinite values in {dtype}")
-        return Round(flight.width, accepted, tokens, logprobs)
+        return Round(flight.width, accepted, tokens, rows)
 
     def compute_rows(self) -> None:
         """Before tokens are handed out with no round queued behind them: the rows that it would have computed along."""
@@ -200,7 +202,8 @@ class Session:
             finite = mx.array(True) if proposal.finite is None else proposal.finite
             packed = mx.concatenate([x.reshape(-1).astype(mx.int32) for x in (accepted, finite, picks)])
         found = proposal is not None and proposal.lookup
-        return Flight(width, packed, picks, logprobs, taps if self.drafter else None, lookup=found)
+        rows = logprobs[0] if width == 1 else logprobs
+        return Flight(width, packed, picks, rows, taps if self.drafter else None, lookup=found)
 
     def _reject(
         self, proposed: mx.array, proposal: Proposal, logits: mx.array, noise: Noise, first: int
