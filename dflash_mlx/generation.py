@@ -180,6 +180,7 @@ def _tokens(
         draft_cache,
         stats,
         held=held,
+        private=prompt_cache is None,
         stream=stream,
         quantize=quantize,
         profile=profile,

@@ -28,7 +28,7 @@ def session_after_prefill(model, draft, prompt, step):
 
 
 def first_logits(draft, session, block):
-    context = draft.context_feature(session.pending[0][0])
+    context = draft.context_feature(session.backlog.taps[0][0])
     return draft.logits(block, context, session.draft_cache, embed=session.target.embed, head=session.target.head)
 
 
@@ -38,7 +38,7 @@ def test_draft_context_is_the_whole_prompt_and_does_not_depend_on_the_chunk(leng
     prompt = [(5 * i + 1) % 250 for i in range(length)]
     chunked, whole = (session_after_prefill(model, draft, prompt, step) for step in (16, 4096))
     for session in (chunked, whole):
-        rows = session.draft_cache[0].rows + sum(count for _, count in session.pending)
+        rows = session.draft_cache[0].rows + len(session.backlog)
         assert rows == length
     for a, b in zip(chunked.draft_cache, whole.draft_cache, strict=True):
         if length > 1:
@@ -46,7 +46,7 @@ def test_draft_context_is_the_whole_prompt_and_does_not_depend_on_the_chunk(leng
     block = mx.array([[9] + [255] * 7])
     logits = [
         draft.logits(
-            block, draft.context_feature(s.pending[0][0]), s.draft_cache, embed=s.target.embed, head=s.target.head
+            block, draft.context_feature(s.backlog.taps[0][0]), s.draft_cache, embed=s.target.embed, head=s.target.head
         )
         for s in (chunked, whole)
     ]

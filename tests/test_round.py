@@ -7,12 +7,14 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from scripted import ScriptedDrafter, plain_tokens
 from tiny import make_draft, make_draft2, make_target
 
 from dflash_mlx import generate_step
 from dflash_mlx.decode import GenerationStats, round
 from dflash_mlx.generation import _tokens
+from dflash_mlx.target import Target
 
 
 class Waits:
@@ -73,6 +75,29 @@ def test_the_first_token_comes_before_the_second_draft_and_the_next_round_before
     assert [entry for entry in log if entry != "draft"] == [f"token {t}" for t in truth[:13]]
 
 
+@pytest.mark.parametrize("block", [1, 4])
+def test_caches_that_nobody_keeps_are_not_settled(monkeypatch, block):
+    """The last token is fed, and the draft's rows are made up, only for a cache that the caller holds."""
+    model, draft = make_target(), make_draft()
+    real, calls = Target.forward, []
+    monkeypatch.setattr(Target, "forward", lambda *args, **kwargs: calls.append(args) or real(*args, **kwargs))
+    extended = []
+    monkeypatch.setattr(type(draft), "extend", lambda *args: extended.append(args))
+
+    def forwards(cache):
+        calls.clear(), extended.clear()
+        tokens = [
+            t for t, _, _ in generate_step([3, 1], model, draft, max_tokens=9, block_size=block, prompt_cache=cache)
+        ]
+        return tokens, len(calls), len(extended)
+
+    forwards(None)  # checks the taps of this model once
+    tokens, private, made_up = forwards(None)
+    same, held, made_up_too = forwards([*make_prompt_cache(model), *draft.make_cache()])
+    assert (tokens, private + 1) == (same, held)
+    assert made_up_too - made_up == (block > 1)
+
+
 @pytest.mark.parametrize("block", [1, 4, 8])
 def test_any_thread_can_read_the_log_probabilities(block):
     """Lazy rows belong to the thread that made them, so they are computed before they are handed out."""
@@ -117,7 +142,7 @@ def test_plain_decoding_builds_each_step_before_the_last_is_known():
     assert len(forwards) == 3, "prompt, first token, and the next step queued ahead"
     rest = list(steps)
     assert len(rest) == 9
-    assert len(forwards) == 12, "and one forward that leaves the cache at prompt + tokens"
+    assert len(forwards) == 11, "no forward whose token nobody takes"
 
 
 def test_draft_cache_grows_by_a_share_and_not_every_round():

@@ -59,21 +59,12 @@ class WidthCosts:
         self._quartiles[width] = sorted(samples)[len(samples) // 4]
         self._known = None
 
-    def known(self) -> dict[int, float]:
-        """Measured widths, ascending, with their seconds."""
-        if self.dearer is None:
-            return self._measured()
-        own = self._measured()
-        trusted = {width: seconds for width, seconds in own.items() if len(self.samples[width]) >= TRUSTED}
-        known = dict(sorted({**own, **self.dearer.known(), **trusted}.items()))
-        least = float("inf")
-        for width in reversed(known):  # fewer rows cost no more than what was measured of more
-            least = known[width] = min(least, known[width])
-        return known
+    def measured(self) -> dict[int, float]:
+        """Widths that were measured here, ascending, with their seconds.
 
-    def _measured(self) -> dict[int, float]:
-        """A wider round can't cost more than a narrower one and a plain step for each further row: a figure above
-        that was taken while the machine was busy."""
+        A wider round can't cost more than a narrower one and a plain step for each further row: a figure above that
+        was taken while the machine was busy.
+        """
         if self._known is None:
             known: dict[int, float] = {}
             narrower = 1
@@ -84,6 +75,18 @@ class WidthCosts:
                 narrower = width
             self._known = known
         return self._known
+
+    def known(self) -> dict[int, float]:
+        """The same, with what dearer rounds say of other widths."""
+        if self.dearer is None:
+            return self.measured()
+        own = self.measured()
+        trusted = {width: seconds for width, seconds in own.items() if len(self.samples[width]) >= TRUSTED}
+        known = dict(sorted({**own, **self.dearer.known(), **trusted}.items()))
+        least = float("inf")
+        for width in reversed(known):  # fewer rows cost no more than what was measured of more
+            least = known[width] = min(least, known[width])
+        return known
 
     def curve(self, widest: int) -> list[float]:
         """Seconds of rounds of width 1, 2, ...: between two measured widths on the line between them, beyond the last
@@ -150,7 +153,7 @@ class RoundCosts:
     def worth_keeping(self) -> dict[str, dict[str, float]]:
         """As plain JSON values, without what rests on a round or two."""
         kept = {
-            str(i): {str(w): round(s, 7) for w, s in costs.known().items() if len(costs.samples.get(w, ())) >= TRUSTED}
+            str(i): {str(w): round(s, 7) for w, s in costs.measured().items() if len(costs.samples[w]) >= TRUSTED}
             for i, costs in self.ranges.items()
         }
         return {i: widths for i, widths in kept.items() if widths}

@@ -37,7 +37,7 @@ def decode(
 
     The next round is queued before the tokens of the finished one are handed out, so the device works while the
     caller does; only the first token does not wait for a block to be built behind it. However the generator ends,
-    both caches hold exactly the tokens that were handed out.
+    both caches hold exactly the tokens that were handed out (a private session leaves them as they are).
 
     Args:
         session: prefilled.

@@ -19,13 +19,14 @@ import mlx.core as mx
 from ..target import Target
 from ..target.rewind import CanNotRewind
 from .acceptance import count_accepted, reject
+from .backlog import Backlog
 from .block_size import Widths
 from .caches import align, cached_tokens
 from .drafter import Drafter, DraftRequest, Proposal
 from .sampling import Noise, TokenPicker
 from .stats import GenerationStats
 
-BACKLOG = 256  # tokens whose taps wait at most; more would only hold memory
+LONGEST_BACKLOG = 256  # tokens that wait for the draft at most; more would only hold memory
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Session:
         target, drafter: drafter None decodes plainly.
         target_cache, draft_cache: updated in place; they may hold earlier tokens.
         held: how many; recurrent caches do not say.
+        private: whether nobody sees the caches afterwards; `finish` then spares itself the work.
         quantize: called with the target's cache after each forward (mlx-lm's `maybe_quantize_kv_cache`).
         profile: time host, draft and verify apart, at the price of a second sync a round.
     """
@@ -77,13 +79,14 @@ class Session:
         stats: GenerationStats,
         *,
         held: int | None = None,
+        private: bool = False,
         stream: Any = None,
         quantize: Callable[[list[Any]], None] = lambda cache: None,
         profile: bool = False,
     ):
         self.target, self.drafter, self.picker, self.stats = target, drafter, picker, stats
         self.target_cache, self.draft_cache = target_cache, draft_cache
-        self.stream, self.quantize, self.profile = stream, quantize, profile
+        self.private, self.stream, self.quantize, self.profile = private, stream, quantize, profile
         self.taps: Sequence[int] = drafter.target_layer_ids if drafter else ()
         self.fed = cached_tokens(target_cache) if held is None else held
         self.start = self.fed  # absolute position of tokens[0]
@@ -91,11 +94,7 @@ class Session:
         self.vocab = 0  # width of the logits, known after the first round
         self.tokens: list[int] = []  # fed in this call or emitted, anchor last
         self.anchor = mx.array([], mx.int32)
-        # Taps behind the rows in the draft's cache, in order, and how many of each count. Cut and projected where they
-        # are used: a plain round costs no projection, and a lazy slice belongs to the thread that made it, while a
-        # generator may be finished in another.
-        self.pending: list[tuple[mx.array, int]] = []
-        self.backlog = 0  # tokens in it
+        self.backlog = Backlog()
         self.loose: list[mx.array] = []  # rows of log-probabilities that the next launch computes along
         self.changing = False  # a forward or a rewind has begun and may have reached only some of the caches
         if profile:
@@ -112,7 +111,7 @@ class Session:
             if widths.verify > 1:
                 context = None
                 if not self.offered():  # a lookup leaves the draft's context for later
-                    backlog, context = self.backlog, self._take_pending()
+                    backlog, context = len(self.backlog), self.backlog.take(self.drafter)
                 proposal = self._draft(anchor, widths.draft, context)
                 block = mx.concatenate([anchor, self._valid(proposal)[: widths.verify - 1]])
                 start = self._launch("draft_seconds", start, block)
@@ -138,8 +137,9 @@ class Session:
                 rows = [kept[i] for i in range(len(tokens))]
                 self.loose += rows
         if flight.taps is not None:
-            self._wait(flight.taps, len(tokens))
-            self._flush_backlog()
+            self.backlog.add(flight.taps, len(tokens))
+            if len(self.backlog) >= LONGEST_BACKLOG:
+                self._catch_up()
         self.stats.lookup_rounds += flight.lookup
         self.tokens += tokens
         self.anchor = mx.array(tokens[-1:], mx.int32)
@@ -172,13 +172,13 @@ class Session:
         )
 
     def _valid(self, proposal: Proposal) -> mx.array:
-        """The proposed tokens `[width - 1]`; an id outside the vocabulary can't be embedded and becomes 0."""
+        """The proposed tokens `[width - 1]`; an id outside the vocabulary can't be embedded and becomes another."""
         tokens = getattr(proposal, "tokens", None)
         if not isinstance(tokens, mx.array) or tokens.ndim != 1 or not mx.issubdtype(tokens.dtype, mx.integer):
             raise TypeError(
                 f"{type(self.drafter).__name__}.propose must return a Proposal whose tokens are integers [width - 1]"
             )
-        return mx.where((tokens >= 0) & (tokens < self.vocab), tokens, 0).astype(mx.int32)
+        return mx.minimum(tokens.astype(mx.uint32), self.vocab - 1).astype(mx.int32)
 
     def _verify(self, block: mx.array, proposal: Proposal | None, ahead: bool) -> Flight:
         width, first = block.shape[0], self.fed
@@ -261,7 +261,7 @@ class Session:
         self.stats.draft_off_reason, self.stats.draft_broken = reason, True
         for cache in self.draft_cache:
             cache.trim(cache.offset)  # its rows may not be finite either
-        self.drafter, self.taps, self.pending, self.backlog = None, (), [], 0
+        self.drafter, self.taps, self.backlog = None, (), Backlog()
 
     def drop_unfinished(self) -> None:
         """After an exception: undo a round whose forward or rewind may have reached only some of the caches."""
@@ -277,6 +277,8 @@ class Session:
             length: tokens that both caches shall hold.
             flight: a round that was queued but whose tokens nobody took.
         """
+        if self.private:
+            return
         try:
             self._finish(length, flight)
         except CanNotRewind as reason:
@@ -293,7 +295,7 @@ class Session:
     def _finish(self, length: int, flight: Flight | None) -> None:
         with mx.stream(self.stream):
             if flight is not None and flight.taps is not None:
-                self._wait(flight.taps, flight.width)
+                self.backlog.add(flight.taps, flight.width)
             if self.fed < length:
                 self.rewinder.mark(self.fed, 1, plain=self.drafter is None)
                 self.changing = True
@@ -302,11 +304,11 @@ class Session:
                 self.changing = False
                 self.quantize(self.target_cache)
                 if taps is not None:
-                    self._wait(taps, 1)
+                    self.backlog.add(taps, 1)
             self._rewind_to(length)
             if self.drafter and self.draft_cache:
                 missing = length - self.draft_cache[0].offset
-                context = self._take_pending()
+                context = self.backlog.take(self.drafter)
                 self.offered(length)
                 if missing > 0 and context is not None:
                     self.drafter.extend(context[:, :missing], self.draft_cache)
@@ -319,25 +321,11 @@ class Session:
         self.fed = length
         self.changing = False
 
-    def _wait(self, taps: mx.array, count: int) -> None:
-        """The first `count` rows of taps are for the draft, once it is asked again."""
-        self.pending.append((taps, count))
-        self.backlog += count
-
-    def _take_pending(self) -> mx.array | None:
-        """Context rows `[1, S, ...]` of all pending taps, projected together."""
-        if not self.pending or self.drafter is None:
-            return None
-        pending = [taps[:, :count] for taps, count in self.pending]
-        self.pending, self.backlog = [], 0
-        return self.drafter.context(mx.concatenate(pending, axis=1) if len(pending) > 1 else pending[0])
-
-    def _flush_backlog(self) -> None:
+    def _catch_up(self) -> None:
         """While many plain rounds follow each other, give the draft its rows now and then, in one go."""
-        if self.backlog < BACKLOG or self.drafter is None:
-            return
+        assert self.drafter is not None
         with mx.stream(self.stream):
-            context = self._take_pending()
+            context = self.backlog.take(self.drafter)
             assert context is not None
             self.drafter.extend(context, self.draft_cache)
             mx.async_eval([cache.state for cache in self.draft_cache])
