@@ -10,7 +10,7 @@ demo: $(VENV)/.installed  ## stream text from the bundled pair and prove it equa
 	@printf '%b' '$(PROMPT)' | $(RUN)/dflash-mlx generate --model demo --prompt - --max-tokens 128 --block-size 8 --check
 
 test: $(VENV)/.installed-test  ## run the tests
-	$(RUN)/python -m pytest -q
+	$(RUN)/python -m pytest -q -n auto --maxprocesses=4
 
 lint: $(VENV)/.installed-test  ## check style and types
 	$(RUN)/ruff check .
