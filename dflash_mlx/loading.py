@@ -59,7 +59,12 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
     def load(
-        self, *, attn_implementation: str = "sdpa", draft_dtype: mx.Dtype | None = None, **options: Any
+        self,
+        *,
+        attn_implementation: str = "sdpa",
+        draft_dtype: mx.Dtype | None = None,
+        draft_window: int | None = None,
+        **options: Any,
     ) -> tuple[nn.Module, DFlashDraftModel | PromptLookup | None, TokenizerWrapper]:
         """Load both models; `options` go to `mlx_lm.load` (tokenizer_config, adapter_path, lazy, ...)."""
         import mlx_lm
@@ -70,7 +75,7 @@ class Plan:
                 f"--adapter-path {adapters}: no adapter_config.json there; give a folder of LoRA adapters"
             )
         dtype = mx.float32 if self.model == demo.NAME else None  # ties of bfloat16 would blur the comparison
-        draft = self._load_draft(draft_dtype or dtype, attn_implementation)
+        draft = self._load_draft(draft_dtype or dtype, attn_implementation, draft_window)
         folder = fetch_target(self.model, self.revision)
         ends = end_tokens(folder)
         if not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
@@ -92,11 +97,13 @@ class Plan:
         """The lookup is the only drafter."""
         self.draft, self.block_size = prompt_lookup.NAME, prompt_lookup.BLOCK_SIZE
 
-    def _load_draft(self, dtype: mx.Dtype | None, attn_implementation: str) -> DFlashDraftModel | None:
+    def _load_draft(
+        self, dtype: mx.Dtype | None, attn_implementation: str, window: int | None
+    ) -> DFlashDraftModel | None:
         if self.draft_folder is None:
             return None
         try:
-            return load_draft_folder(self.draft_folder, dtype, attn_implementation)
+            return _within(window, load_draft_folder(self.draft_folder, dtype, attn_implementation))
         except DraftError as error:
             if not self.auto:
                 raise
@@ -164,7 +171,8 @@ def load(
             decodes plainly; "lookup" proposes from the text itself; a repo or a folder is used or raises.
         revision, draft_revision: pin them; an "auto" draft comes with the revision of the pair list, or with that of
             `draft_revision`, by which an older generation of an overwritten repo is had.
-        options: `attn_implementation` ("sdpa", "eager"), `draft_dtype`, and those of `mlx_lm.load`.
+        options: `attn_implementation` ("sdpa", "eager"), `draft_dtype`, `draft_window` (see `load_draft`), and those of
+            `mlx_lm.load`.
 
     Returns:
         (model, draft or `PromptLookup` or None, tokenizer). The tokenizer's `eos_token_ids` hold the end tokens of
@@ -186,8 +194,13 @@ def load_draft(
     revision: str | None = None,
     dtype: mx.Dtype | None = None,
     attn_implementation: str = "sdpa",
+    draft_window: int | None = None,
 ) -> DFlashDraftModel:
     """Load a draft, and check that it fits `target` (an mlx-lm model) if one is given.
+
+    Args:
+        draft_window: tokens of context that the draft looks back at most (its `context_window`), None: as the
+            checkpoint says. The text stays the same; rounds at long context get cheaper, and may accept less.
 
     Raises:
         DraftError: missing, damaged, of another kind, or for another target. TargetError: see `Target`.
@@ -196,7 +209,14 @@ def load_draft(
     folder = fetch_draft(name, revision)
     if target is not None:
         _check_on(target, check_draft_folder(folder).config, name)
-    return load_draft_folder(folder, dtype, attn_implementation)
+    return _within(draft_window, load_draft_folder(folder, dtype, attn_implementation))
+
+
+def _within(window: int | None, draft: DFlashDraftModel) -> DFlashDraftModel:
+    if window is not None and window < 1:
+        raise DraftError(f"draft_window is {window}, expected 1 or more")
+    draft.context_window = window
+    return draft
 
 
 def fetch_draft(name: str, revision: str | None = None) -> Path:

@@ -9,7 +9,9 @@ import pytest
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from reference.cases import Case, draft_config, draft_weights, sliding_config
 
+from dflash_mlx import generate_step, load, load_draft
 from dflash_mlx.draft import DFlashDraftModel, DraftConfig, DraftKVCache
+from dflash_mlx.errors import DraftError
 
 WINDOW, BLOCK = 16, 8
 INCREMENTS = (1, 3, 8)
@@ -280,3 +282,37 @@ def test_sizes_of_a_cache() -> None:
         assert c.nbytes == c.keys.nbytes + c.values.nbytes > 0
     assert trim_prompt_cache(cache, 10_000) == 5040
     assert all(c.empty() and c.size() == 0 for c in cache)
+
+
+@pytest.mark.parametrize("case", [FULL_CASE, SLIDING_CASE], ids=["full", "sliding"])
+@pytest.mark.parametrize("window", [1, 5, WINDOW - 1, WINDOW, 40, 60])
+def test_a_context_window_hides_what_lies_further_back(case: Case, window: int) -> None:
+    model, context, block = make_draft(case), draw(53), draw(BLOCK, "block")
+    first = max(0, 53 - window)
+    expected = model(block, context[:, first:], model.make_cache(offset=first))  # of a draft that was given no more
+    model.context_window = window
+    cache = model.make_cache()
+    feed(model, cache, context[:, :50], increments(50))
+    assert mx.allclose(model(block, context[:, 50:], cache), expected, atol=CLOSE)
+    assert all(layer.offset == 53 for layer in cache), "positions stay absolute"
+
+
+def test_a_context_window_bounds_the_cache() -> None:
+    model = make_draft(FULL_CASE)
+    model.context_window = 100
+    cache = model.make_cache()
+    for _ in range(60):
+        model.extend(draw(50), cache)
+        model(draw(BLOCK, "block"), draw(4), cache)
+    assert all(layer.keys is not None and layer.keys.shape[2] <= 512 for layer in cache)
+    assert [layer.visible for layer in cache] == [100] * 3
+
+
+def test_a_window_is_an_option_of_loading_and_leaves_the_text_alone(demo_pair) -> None:
+    model, draft, tokenizer = load("demo", draft_window=8)
+    assert [layer.window for layer in draft.make_cache()] == [9, 9]
+    prompt = tokenizer.encode("def parse(self, text):\n    for line in text.splitlines():\n        ")
+    texts = [[t for t, *_ in generate_step(prompt, model, d, max_tokens=40)] for d in (None, demo_pair[1], draft)]
+    assert texts[0] == texts[1] == texts[2]
+    with pytest.raises(DraftError, match="draft_window is 0, expected 1 or more"):
+        load_draft("demo", draft_window=0)

@@ -542,6 +542,7 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     "--prefill-step-size 0": (["--prefill-step-size", "0"], "argument --prefill-step-size: 0 is out of range"),
     "--kv-bits 7": (["--kv-bits", "7"], "argument --kv-bits: invalid choice: 7"),
     "--top-p 2": (["--top-p", "2"], "argument --top-p: 2 is out of range, 1 is the most"),
+    "--draft-window 0": (["--draft-window", "0"], "argument --draft-window: 0 is out of range"),
     "--attn-implementation": (["--attn-implementation", "flash"], "invalid choice: 'flash'"),
     "template arguments that are no JSON": (["--chat-template-config", "{a"], "--chat-template-config: not valid JSON"),
     "template arguments that are a list": (["--chat-template-config", "[]"], "expected a JSON object"),
@@ -580,6 +581,16 @@ def test_a_block_without_a_draft_is_refused(pair):
     outcome = pair.generate("--block-size", "4", draft="none")
     assert outcome.code == 1
     assert outcome.err.splitlines()[1:] == ["dflash-mlx: error: --block-size 4 is out of range: there is no draft"]
+    assert pair.heavy == []
+
+
+@pytest.mark.parametrize("draft", ["none", "lookup"])
+def test_a_window_without_a_draft_is_refused(pair, draft):
+    outcome = pair.generate("--draft-window", "64", draft=draft)
+    assert outcome.code == 1
+    assert outcome.err.splitlines()[-1] == (
+        "dflash-mlx: error: --draft-window 64: there is no draft that could look back"
+    )
     assert pair.heavy == []
 
 

@@ -99,6 +99,8 @@ def settle_pair(args: argparse.Namespace) -> Plan:
     if args.block_size and args.block_size > (block or 1):
         limit = f"this draft's blocks have 1 to {block} tokens" if block else "there is no draft"
         raise DFlashError(f"--block-size {args.block_size} is out of range: {limit}")
+    if args.draft_window and plan.draft_folder is None:
+        raise DFlashError(f"--draft-window {args.draft_window}: there is no draft that could look back")
     return plan
 
 
@@ -108,6 +110,7 @@ def load_pair(args: argparse.Namespace) -> tuple[Plan, Any, Any, Any]:
     with status(f"loading {args.model}"):
         return plan, *plan.load(
             attn_implementation=args.attn_implementation,
+            draft_window=args.draft_window,
             adapter_path=args.adapter_path,
             trust_remote_code=args.trust_remote_code,
         )

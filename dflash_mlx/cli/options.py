@@ -107,6 +107,12 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--attn-implementation", choices=["sdpa", "eager"], default="sdpa", help="attention of the draft"
     )
+    group.add_argument(
+        "--draft-window",
+        type=at_least(1),
+        metavar="N",
+        help="tokens of context that the draft looks back at most; default: as its checkpoint says",
+    )
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser, max_tokens: int = 256) -> None:

@@ -162,16 +162,18 @@ class RoundCosts:
 def describe_pair(target: Any, draft: Any, way: Sequence[str]) -> str:
     """What the cost of a round depends on besides the machine: size and form of both models, how tokens are picked."""
 
-    def size(model: Any) -> str:
+    def form(model: Any) -> str:
         while not isinstance(model, nn.Module) and getattr(model, "draft", None) is not None:
             model = model.draft  # a drafter around it
         if not isinstance(model, nn.Module):
             return type(model).__name__
         arrays = [array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))]
         dtypes = sorted({str(array.dtype).removeprefix("mlx.core.") for array in arrays})
-        return f"{type(model).__module__.rpartition('.')[2]} {sum(a.nbytes for a in arrays)} bytes {'+'.join(dtypes)}"
+        name, window = type(model).__module__.rpartition(".")[2], getattr(model, "context_window", None)
+        size = f"{name} {sum(a.nbytes for a in arrays)} bytes {'+'.join(dtypes)}"
+        return f"{size} window {window}" if window else size
 
-    return ", ".join([f"target {size(target)}", f"draft {size(draft)}", *way])
+    return ", ".join([f"target {form(target)}", f"draft {form(draft)}", *way])
 
 
 @cache

@@ -49,7 +49,7 @@ class TextStream:
 
     def _byte_token(self, token: int) -> bool:
         name = self.tokenizer.convert_ids_to_tokens(token)
-        return isinstance(name, str) and BYTE_TOKEN.fullmatch(name) is not None
+        return isinstance(name, str) and name.startswith("<0x") and BYTE_TOKEN.fullmatch(name) is not None
 
     def _settled(self, text: str) -> int:
         """How much of the text no later token can change."""

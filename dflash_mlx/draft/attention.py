@@ -142,9 +142,9 @@ class DFlashAttention(nn.Module):
 
     def _within_window(self, context: mx.array, cache: DraftKVCache) -> mx.array:
         """Only the last `window - 1` context rows can ever be seen; the rest is not even projected."""
-        if self.window is None or context.shape[1] < self.window:
+        if cache.window is None or context.shape[1] < cache.window:
             return context
-        skipped = context.shape[1] - (self.window - 1)
+        skipped = context.shape[1] - (cache.window - 1)
         cache.skip(skipped)
         return context[:, skipped:]
 

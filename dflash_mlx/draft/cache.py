@@ -15,8 +15,8 @@ class DraftKVCache:
     """Keys and values of one layer, with mlx-lm's cache protocol.
 
     Args:
-        window: sliding window in tokens, or None. A sliding layer keeps the last `window - 1` context rows
-            (all that a block's first token can see); older ones go when the buffer's slack is used up.
+        window: sliding window in tokens, or None. The last `window - 1` context rows are kept (all that a block's
+            first token can see); older ones go when the buffer's slack is used up.
 
     Attributes:
         offset: absolute position of the next context row (int).

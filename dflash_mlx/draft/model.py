@@ -90,6 +90,10 @@ class DFlashDraftModel(nn.Module):
         config: its facts.
         attn_implementation: "sdpa" (default) or "eager".
 
+    Attributes:
+        context_window: context rows that any layer sees at most, for caches made from then on; None (default) as the
+            checkpoint says. Bounds time and memory of a draft at long context.
+
     Shapes: B batch, L block, S context rows, H hidden, Ht target hidden, V vocabulary.
     """
 
@@ -98,6 +102,7 @@ class DFlashDraftModel(nn.Module):
     def __init__(self, config: DraftConfig, attn_implementation: str = "sdpa"):
         super().__init__()
         self.config = config
+        self.context_window: int | None = None
         self.fc = nn.Linear(config.context_width, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = [self.layer_class(config, i, attn_implementation) for i in range(config.num_hidden_layers)]
@@ -119,7 +124,14 @@ class DFlashDraftModel(nn.Module):
 
     def make_cache(self, offset: int = 0) -> list[DraftKVCache]:
         """One empty cache a layer; `offset` is the absolute position of the first context row."""
-        return [DraftKVCache(self.config.window(i), offset) for i in range(len(self.layers))]
+        return [DraftKVCache(self._window(i), offset) for i in range(len(self.layers))]
+
+    def _window(self, layer: int) -> int | None:
+        """The narrower of a layer's own window and `context_window`; the former counts a token of the block too."""
+        own = self.config.window(layer)
+        if self.context_window is None:
+            return own
+        return self.context_window + 1 if own is None else min(own, self.context_window + 1)
 
     def context_feature(self, taps: mx.array) -> mx.array:
         """`hidden_norm(fc(taps))`: concatenated taps `[B, S, taps * Ht]` to context feature `[B, S, H]`."""

@@ -74,6 +74,7 @@ class Provider(ModelProvider):
         args = self.cli_args
         self.model, self.draft_model, self.tokenizer = self.plan.load(
             attn_implementation=args.attn_implementation,
+            draft_window=args.draft_window,
             adapter_path=adapter_path,
             tokenizer_config=self._tokenizer_config,
             trust_remote_code=args.trust_remote_code,
