@@ -18,6 +18,7 @@ FORGET_PLAIN = 0.97  # and after a plain one: a draft that failed gets another c
 ALLOWANCE = 2.5  # plain steps that a request may lose to rounds which did not pay
 ALLOWANCE_SHARE = 0.015  # and the share of its time on top
 CREDIT = 8.0  # plain steps of earlier gains that it may lose on top
+REST = 2  # plain rounds from one look at a draft that rests to the next
 PAUSE = 3.0  # a round that took so many times its usual time was waiting for somebody else
 FIRST_WIDTHS = (1, 2, 4)  # measured before anything is known, each so often as `TRIALS`
 TRIALS = 3
@@ -80,19 +81,28 @@ class Acceptance:
     def __init__(self, slots: int):
         self.kept = [0.0] * slots  # of slot i + 1
         self.offered = [0.0] * slots
+        self._fade = 1.0  # what all of them are still to be multiplied with
 
     def add(self, width: int, accepted: int) -> None:
         self.forget(FORGET_ROUND)
+        self._settle()
         for i in range(min(width - 1, accepted + 1)):  # behind the first miss nothing is known
             self.offered[i] += 1
             self.kept[i] += i < accepted
 
     def forget(self, share: float) -> None:
-        self.kept = [n * share for n in self.kept]
-        self.offered = [n * share for n in self.offered]
+        """Give what is known the weight `share`."""
+        self._fade *= share
+
+    def _settle(self) -> None:
+        if self._fade != 1.0:
+            self.kept = [n * self._fade for n in self.kept]
+            self.offered = [n * self._fade for n in self.offered]
+            self._fade = 1.0
 
     def expected(self) -> list[float]:
         """Tokens that a round of width 1, 2, ... emits on average."""
+        self._settle()
         rate = (sum(self.kept) + PRIOR_WEIGHT * PRIOR) / (sum(self.offered) + PRIOR_WEIGHT)
         tokens, reach = [1.0], 1.0
         for kept, offered in zip(self.kept, self.offered, strict=True):
@@ -107,6 +117,7 @@ class Proposer:
     def __init__(self, slots: int, costs: RoundCosts):
         self.costs, self.acceptance = costs, Acceptance(slots)
         self.lost = 0.0  # seconds, below 0 a credit
+        self.rests = 0  # plain rounds until it is looked at again
 
 
 class AutoBlockSize:
@@ -132,7 +143,13 @@ class AutoBlockSize:
     def next(self, context: int, remaining: int, room: int | None = None, offered: int | None = None) -> Widths:
         limit = _limited(self.widest, remaining, room, offered).verify
         proposer = self.draft if offered is None else self.lookup
-        width = 1 if offered == 0 else self._choose(proposer, context, limit)
+        if offered == 0:
+            width = 1
+        elif proposer.rests:
+            width = 1
+            proposer.rests -= 1
+        else:
+            width = self._choose(proposer, context, limit)
         return _limited(width, remaining, room, offered)
 
     def _choose(self, proposer: Proposer, context: int, limit: int) -> int:
@@ -152,9 +169,11 @@ class AutoBlockSize:
             return best
         if tokens <= price:
             self.reason = f"a block of {best} costs {price:.2f} plain steps and gives {tokens:.2f} tokens here"
+            proposer.rests = REST - 1
             return 1
         if proposer.lost + curve[best - 1] - step > ALLOWANCE * step + ALLOWANCE_SHARE * self.elapsed:
             self.reason = f"blocks gave fewer tokens than plain steps in the same time ({price:.2f} steps a block)"
+            proposer.rests = REST - 1
             return 1
         self.reason = ""
         # A neighbour that was never measured may hide behind a line drawn over a step of the kernels.

@@ -27,6 +27,7 @@ class TextStream:
         self.tokenizer = tokenizer
         self._ids: list[int] = []  # the window: settled tokens, then new ones
         self._sent = 0  # characters of the window's text that were handed out
+        self._bytes: dict[int, bool] = {}  # whether a token is a byte
         self._cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
 
     def add(self, token: int) -> str:
@@ -48,8 +49,10 @@ class TextStream:
         return chunk
 
     def _byte_token(self, token: int) -> bool:
-        name = self.tokenizer.convert_ids_to_tokens(token)
-        return isinstance(name, str) and name.startswith("<0x") and BYTE_TOKEN.fullmatch(name) is not None
+        if token not in self._bytes:
+            name = self.tokenizer.convert_ids_to_tokens(token)
+            self._bytes[token] = isinstance(name, str) and BYTE_TOKEN.fullmatch(name) is not None
+        return self._bytes[token]
 
     def _settled(self, text: str) -> int:
         """How much of the text no later token can change."""
@@ -62,7 +65,7 @@ class TextStream:
 
     def _slide(self, text: str) -> None:
         """Forget old tokens once the rest of the window decodes to the same tail without them."""
-        if len(self._ids) < 4 * WINDOW or self._sent < len(text):
+        if len(self._ids) < 2 * WINDOW or self._sent < len(text):
             return
         rest = self._ids[-WINDOW:]
         tail = self.tokenizer.decode(rest)
