@@ -137,8 +137,8 @@ def _tokens(
     prompt = as_ids(prompt)
     if not isinstance(prefill_step_size, int) or prefill_step_size < 1:
         raise ValueError(f"prefill_step_size is {prefill_step_size}, expected 1 or more")
-    if not isinstance(max_tokens, int) or max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"max_tokens is {max_tokens}, expected 1 or more, or -1 for no limit")
+    if not isinstance(max_tokens, int) or max_tokens < -1:
+        raise ValueError(f"max_tokens is {max_tokens}, expected 0 or more, or -1 for no limit")
     if input_embeddings is not None:
         raise ValueError("input_embeddings are not supported: a draft needs the tokens")
     if acceptance not in ("match", "rejection"):

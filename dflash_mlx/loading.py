@@ -74,6 +74,9 @@ class Plan:
             raise DFlashError(
                 f"--adapter-path {adapters}: no adapter_config.json there; give a folder of LoRA adapters"
             )
+        _check_window(draft_window)
+        if draft_window is not None and self.draft_folder is None:
+            raise DraftError(f"draft_window is {draft_window}, but there is no draft that could look back")
         dtype = mx.float32 if self.model == demo.NAME else None  # ties of bfloat16 would blur the comparison
         draft = self._load_draft(draft_dtype or dtype, attn_implementation, draft_window)
         folder = fetch_target(self.model, self.revision)
@@ -103,7 +106,9 @@ class Plan:
         if self.draft_folder is None:
             return None
         try:
-            return _within(window, load_draft_folder(self.draft_folder, dtype, attn_implementation))
+            draft = load_draft_folder(self.draft_folder, dtype, attn_implementation)
+            draft.context_window = window
+            return draft
         except DraftError as error:
             if not self.auto:
                 raise
@@ -205,18 +210,19 @@ def load_draft(
     Raises:
         DraftError: missing, damaged, of another kind, or for another target. TargetError: see `Target`.
     """
+    _check_window(draft_window)
     name = str(path_or_repo)
     folder = fetch_draft(name, revision)
     if target is not None:
         _check_on(target, check_draft_folder(folder).config, name)
-    return _within(draft_window, load_draft_folder(folder, dtype, attn_implementation))
-
-
-def _within(window: int | None, draft: DFlashDraftModel) -> DFlashDraftModel:
-    if window is not None and window < 1:
-        raise DraftError(f"draft_window is {window}, expected 1 or more")
-    draft.context_window = window
+    draft = load_draft_folder(folder, dtype, attn_implementation)
+    draft.context_window = draft_window
     return draft
+
+
+def _check_window(window: Any) -> None:
+    if window is not None and (type(window) is not int or window < 1):
+        raise DraftError(f"draft_window is {window!r}, expected a whole number from 1")
 
 
 def fetch_draft(name: str, revision: str | None = None) -> Path:

@@ -314,5 +314,16 @@ def test_a_window_is_an_option_of_loading_and_leaves_the_text_alone(demo_pair) -
     prompt = tokenizer.encode("def parse(self, text):\n    for line in text.splitlines():\n        ")
     texts = [[t for t, *_ in generate_step(prompt, model, d, max_tokens=40)] for d in (None, demo_pair[1], draft)]
     assert texts[0] == texts[1] == texts[2]
-    with pytest.raises(DraftError, match="draft_window is 0, expected 1 or more"):
-        load_draft("demo", draft_window=0)
+
+
+@pytest.mark.parametrize("window", [0, -1, 2.5, "8", True])
+def test_a_window_that_is_none_is_refused_by_auto_too(window) -> None:
+    for call in (lambda: load("demo", draft_window=window), lambda: load_draft("demo", draft_window=window)):
+        with pytest.raises(DraftError, match="expected a whole number from 1"):
+            call()
+
+
+@pytest.mark.parametrize("draft", [None, "lookup"])
+def test_a_window_needs_a_draft(draft) -> None:
+    with pytest.raises(DraftError, match="draft_window is 4, but there is no draft"):
+        load("demo", draft_model=draft, draft_window=4)

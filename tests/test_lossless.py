@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +12,7 @@ from mlx import nn
 from mlx_lm.generate import generate_step as plain_step
 from mlx_lm.models.cache import make_prompt_cache
 from scripted import ScriptedDrafter, plain_tokens
-from tiny import make_draft, make_target
+from tiny import make_draft, make_hybrid, make_target
 
 from dflash_mlx import generate_step
 from dflash_mlx.check import compare_with_plain
@@ -214,17 +216,38 @@ def test_requests_do_not_leak_into_each_other():
     assert [y for _, y in interleaved] == want_short
 
 
-def test_a_generator_may_be_finished_in_another_thread():
-    import threading
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
+@pytest.mark.parametrize("end", ["finished", "closed"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"block_size": 1}, {"block_size": 8}, {"block_size": 8, "temp": 0.8, "seed": 1}],
+    ids=["greedy", "plain", "block", "sampled"],
+)
+def test_a_generator_may_be_ended_in_another_thread(family, end, options):
+    """Whatever no token depends on is computed before the tokens are out, or only the first thread could do it."""
+    model = make_target("qwen3") if family == "qwen3" else make_hybrid(family)
+    draft, prompt = make_draft(), prompt_of(9)
+    sampling = {k: v for k, v in options.items() if k != "block_size"}
+    truth = [t for t, *_ in generate_step(prompt, model, None, max_tokens=20, **sampling)]
+    cache = [*make_prompt_cache(model), *draft.make_cache()]
+    steps = generate_step(prompt, model, draft, max_tokens=12, prompt_cache=cache, **options)
+    tokens, errors = [next(steps)[0] for _ in range(5)], []
 
-    model, draft, prompt = make_target("qwen3"), make_draft(), prompt_of(9)
-    truth = plain_tokens(model, prompt, 20)
-    steps = generate_step(prompt, model, draft, max_tokens=20)
-    first, rest = [next(steps)[0] for _ in range(5)], []
-    thread = threading.Thread(target=lambda: rest.extend(token for token, *_ in steps))
+    def end_it():
+        try:
+            tokens.extend(token for token, *_ in steps) if end == "finished" else steps.close()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=end_it)
     thread.start()
     thread.join()
-    assert first + rest == truth
+    assert errors == []
+    assert tokens == truth[: 12 if end == "finished" else 5]
+    again = generate_step(
+        truth[len(tokens) : len(tokens) + 1], model, draft, max_tokens=3, prompt_cache=cache, **options
+    )
+    assert [t for t, *_ in again] == truth[len(tokens) + 1 : len(tokens) + 4], "the caches go on in the first thread"
 
 
 def test_logits_processors_see_exactly_the_tokens_before_each_position():

@@ -7,6 +7,7 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.generate import generate_step as plain_step
 from mlx_lm.models.cache import make_prompt_cache
 from scripted import ScriptedDrafter, plain_tokens
 from tiny import make_draft, make_draft2, make_target
@@ -73,6 +74,17 @@ def test_the_first_token_comes_before_the_second_draft_and_the_next_round_before
     assert log[1:3] == ["draft", "draft"], "round 2 is queued before the text of round 1"
     assert log[3:7] == [f"token {t}" for t in truth[1:5]]
     assert [entry for entry in log if entry != "draft"] == [f"token {t}" for t in truth[:13]]
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_no_tokens_are_none_and_the_prompt_is_in_the_cache(block):
+    """As mlx-lm's own generator does it (C10)."""
+    model, draft, prompt = make_target(), make_draft(), [3, 1, 4, 1, 5]
+    theirs, ours = make_prompt_cache(model), [*make_prompt_cache(model), *draft.make_cache()]
+    assert list(plain_step(mx.array(prompt), model, max_tokens=0, prompt_cache=theirs)) == []
+    assert list(generate_step(prompt, model, draft, max_tokens=0, block_size=block, prompt_cache=ours)) == []
+    assert [cache.offset for cache in ours[: len(theirs)]] == [cache.offset for cache in theirs] == [5] * len(theirs)
+    assert list(generate_step(prompt, model, draft, max_tokens=0)) == []
 
 
 @pytest.mark.parametrize("block", [1, 4])
@@ -160,7 +172,7 @@ def test_draft_cache_grows_by_a_share_and_not_every_round():
     assert cache[0].keys.shape[2] < 1.1 * 8000, "what is held is close to what is needed"
 
 
-@pytest.mark.parametrize("bad", [{"max_tokens": 0}, {"max_tokens": -2}, {"prefill_step_size": 0}, {"temp": -1.0}])
+@pytest.mark.parametrize("bad", [{"max_tokens": -2}, {"prefill_step_size": 0}, {"temp": -1.0}])
 def test_options_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         list(generate_step([1, 2], make_target(), **bad))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from serving import ServerProcess, save_tiny_pair, token_id
 from tiny import HYBRIDS, make_draft, make_hybrid, make_target
 
 from dflash_mlx import generate_step
+from dflash_mlx.loading import plan
 from dflash_mlx.serve.cache import CacheStore
 from dflash_mlx.serve.disk import DiskTier
+from dflash_mlx.serve.provider import Provider
 
 FAMILIES = ["qwen3", "qwen3_5", "gpt_oss"]
 FIRST = [(7 * i + 3) % 250 for i in range(40)]
@@ -189,3 +192,16 @@ def test_the_disk_tier_is_bounded_and_spills_from_memory(tmp_path):
     for file in tmp_path.iterdir():
         file.write_bytes(file.read_bytes()[:100])
     assert CacheStore(size, 1, DiskTier(tmp_path, size, "models", 4)).fetch([4, *FIRST, 1]).held == 0
+
+
+def test_caches_of_other_flags_are_other_caches():
+    def fingerprint(**flags):
+        provider = Provider.__new__(Provider)  # loads nothing
+        usual = {"kv_bits": None, "kv_group_size": 64, "quantized_kv_start": 5000, "draft_window": None}
+        provider.cli_args = Namespace(adapter_path=None, **{**usual, **flags})
+        provider.plan = plan("demo")
+        return provider.fingerprint()
+
+    assert fingerprint() == fingerprint()
+    other = [fingerprint(kv_bits=8), fingerprint(draft_window=8), fingerprint(draft_window=9)]
+    assert len({fingerprint(), *other}) == 4

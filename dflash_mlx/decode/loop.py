@@ -46,6 +46,8 @@ def decode(
     """
     base = session.fed + 1
     held = base - 1 if leave_last else base  # what the caches hold in the end, less what was emitted
+    if max_tokens == 0:
+        return session.finish(held, None)
     emitted = 0
     limit = max_tokens if max_tokens >= 0 else 1 << 62
     flight: Flight | None = session.dispatch(PLAIN)  # the last prompt token; its pick is the first token

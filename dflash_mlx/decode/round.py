@@ -118,8 +118,9 @@ class Session:
             flight = self._verify(block, proposal, ahead=anchor is not self.anchor)
             flight.backlog = backlog
             taps = [] if flight.taps is None else [flight.taps]
-            rows = [flight.logprobs] if flight.width == 1 else []
-            self._launch("verify_seconds", start, flight.packed, *taps, *rows, *self.loose)
+            # With what no token depends on yet: another thread could not compute it.
+            rest = [flight.logprobs, *taps, *self.loose, self.rewinder.states()]
+            self._launch("verify_seconds", start, flight.packed, *rest)
             self.loose = []
         return flight
 
@@ -213,7 +214,7 @@ class Session:
         draft = None if proposal.scores is None else proposal.scores[:rows]
         return reject(proposed, draft, self.picker.scores(logits, noise.coin), uniform, noise.gumbel)
 
-    def _launch(self, part: str, start: float, *arrays: mx.array) -> float:
+    def _launch(self, part: str, start: float, *arrays: Any) -> float:
         """Queue the arrays built since `start`; when profiling, wait for them and book both times."""
         if not self.profile:
             mx.async_eval(*arrays)

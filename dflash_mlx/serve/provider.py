@@ -98,7 +98,7 @@ class Provider(ModelProvider):
         """What caches on disk must have been made with: both models' files by name, size and time, and the flags."""
         args = self.cli_args
         folders = [fetch_target(self.plan.model, self.plan.revision), self.plan.draft_folder, args.adapter_path]
-        facts: list[Any] = [args.kv_bits, args.kv_group_size, args.quantized_kv_start]
+        facts: list[Any] = [args.kv_bits, args.kv_group_size, args.quantized_kv_start, args.draft_window]
         for folder in folders:
             if folder is not None:
                 files = (f for f in sorted(Path(folder).iterdir()) if f.suffix in (".json", ".safetensors"))

@@ -239,6 +239,10 @@ class Rewinder:
 
         return [(layer, record) for layer in self.layers]
 
+    def states(self) -> list[Any]:
+        """What the recurrent caches hold; logits do not depend on the state behind their own row."""
+        return [self.caches[i].state for i in self.replayed]
+
     def undo(self, start: int) -> None:
         """Undo the round behind `start` tokens that an exception broke off, cache by cache."""
         for cache, state in zip(self.caches, self.marks[-1].states, strict=True):
