@@ -121,7 +121,7 @@ def _tokens(
 
     Args:
         end_tokens: ids that end the text.
-        max_tokens: at most so many tokens, the end token included; -1 for no limit.
+        max_tokens: at most so many tokens, the end token included; 0 only feeds the prompt, -1 is no limit.
         temp, seed: see `TokenPicker`; top_p to xtc_special_tokens: see `Filters`; a `sampler` replaces them all.
         acceptance: "match" (the text does not depend on the draft) or "rejection" (see `decode/acceptance.py`).
         block_size: slots of a block, anchor included; None chooses it round by round from measured costs and
@@ -237,6 +237,8 @@ def stream_generate(
     Raises:
         TargetError, DraftError: the pair can't be run. ValueError: an option is out of range.
     """
+    if max_tokens == 0:
+        raise ValueError("max_tokens is 0, but a text ends with its last token; `generate_step` takes 0")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     ids = encode(tokenizer, prompt)
