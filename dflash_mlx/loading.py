@@ -106,9 +106,7 @@ class Plan:
         if self.draft_folder is None:
             return None
         try:
-            draft = load_draft_folder(self.draft_folder, dtype, attn_implementation)
-            draft.context_window = window
-            return draft
+            return load_draft_folder(self.draft_folder, dtype, attn_implementation, window)
         except DraftError as error:
             if not self.auto:
                 raise
@@ -215,9 +213,7 @@ def load_draft(
     folder = fetch_draft(name, revision)
     if target is not None:
         _check_on(target, check_draft_folder(folder).config, name)
-    draft = load_draft_folder(folder, dtype, attn_implementation)
-    draft.context_window = draft_window
-    return draft
+    return load_draft_folder(folder, dtype, attn_implementation, draft_window)
 
 
 def _check_window(window: Any) -> None:

@@ -216,6 +216,17 @@ def test_requests_do_not_leak_into_each_other():
     assert [y for _, y in interleaved] == want_short
 
 
+def test_a_generator_may_be_finished_in_another_thread():
+    model, draft, prompt = make_target("qwen3"), make_draft(), prompt_of(9)
+    truth = plain_tokens(model, prompt, 20)
+    steps = generate_step(prompt, model, draft, max_tokens=20)
+    first, rest = [next(steps)[0] for _ in range(5)], []
+    thread = threading.Thread(target=lambda: rest.extend(token for token, *_ in steps))
+    thread.start()
+    thread.join()
+    assert first + rest == truth
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
 @pytest.mark.parametrize("end", ["finished", "closed"])
 @pytest.mark.parametrize(
@@ -223,12 +234,14 @@ def test_requests_do_not_leak_into_each_other():
     [{}, {"block_size": 1}, {"block_size": 8}, {"block_size": 8, "temp": 0.8, "seed": 1}],
     ids=["greedy", "plain", "block", "sampled"],
 )
-def test_a_generator_may_be_ended_in_another_thread(family, end, options):
+def test_in_another_thread_the_kept_cache_is_settled_too(family, end, options):
     """Whatever no token depends on is computed before the tokens are out, or only the first thread could do it."""
     model = make_target("qwen3") if family == "qwen3" else make_hybrid(family)
     draft, prompt = make_draft(), prompt_of(9)
-    sampling = {k: v for k, v in options.items() if k != "block_size"}
-    truth = [t for t, *_ in generate_step(prompt, model, None, max_tokens=20, **sampling)]
+    if "temp" in options:
+        truth = [t for t, *_ in generate_step(prompt, model, max_tokens=20, temp=options["temp"], seed=options["seed"])]
+    else:
+        truth = plain_tokens(model, prompt, 20)
     cache = [*make_prompt_cache(model), *draft.make_cache()]
     steps = generate_step(prompt, model, draft, max_tokens=12, prompt_cache=cache, **options)
     tokens, errors = [next(steps)[0] for _ in range(5)], []

@@ -195,7 +195,10 @@ def _quantized(config: DraftConfig, recipes: Recipes, path: str, shape: tuple[in
 
 
 def load_draft_folder(
-    folder: Path, dtype: mx.Dtype | None = None, attn_implementation: str = "sdpa"
+    folder: Path,
+    dtype: mx.Dtype | None = None,
+    attn_implementation: str = "sdpa",
+    context_window: int | None = None,
 ) -> DFlashDraftModel:
     """A draft from a local folder; `dtype` overrides what `compute_dtype` chooses for this machine.
 
@@ -205,6 +208,7 @@ def load_draft_folder(
     layout, tensors = _read(folder)
     config, quantized, recipes, _ = layout
     model = MODELS[config.kind](config, attn_implementation)
+    model.context_window = context_window
     if quantized:
         nn.quantize(model, class_predicate=lambda path, _: vars(quantized[path]) if path in quantized else False)
     weights = make(recipes, recipes, tensors)
