@@ -204,6 +204,20 @@ def test_a_drafter_that_returns_something_else_is_named(junk):
         decode(make_target(), PROMPT, Broken(PROMPT, lambda i: 0))
 
 
+def test_a_drafter_with_nothing_to_say_makes_plain_rounds():
+    model = make_target()
+    truth = plain_tokens(model, PROMPT, 30)
+
+    class Silent(ScriptedDrafter):
+        def propose(self, request):
+            proposal = super().propose(request)
+            return Proposal(proposal.tokens[:0]) if self.rounds % 2 else proposal
+
+    tokens, stats = decode(model, PROMPT, Silent([*PROMPT, *truth], lambda i: 3))
+    assert tokens == truth
+    assert set(stats.block_sizes[:-1]) == {1, 8}, "no token proposed, and eight rows"
+
+
 def test_a_draft_for_another_target_is_refused():
     from dflash_mlx import DraftError
 

@@ -8,11 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_sampler
+from scripted import ScriptedDrafter, plain_tokens
 from tiny import make_draft, make_target
 
 from dflash_mlx import generate_step
 from dflash_mlx.decode.acceptance import count_accepted, reject
 from dflash_mlx.decode.filters import Filters
+from dflash_mlx.decode.round import Session
 from dflash_mlx.decode.sampling import TokenPicker
 
 # With 144 cells, 20,000 draws alone are 0.034 off on average; more draws leave room for a fault to show.
@@ -159,6 +161,64 @@ def test_filters_keep_what_mlx_lm_keeps(values):
         expected = sample_utils.apply_top_k(expected, values["top_k"])
     assert mx.array_equal(Filters(**values)(logprobs), expected)
     assert make_sampler(1.0, **values)(logprobs).shape == (4,)
+
+
+def test_a_samplers_coin_falls_for_each_row():
+    """mlx-lm's XTC draws one coin a call, so each token of a block needs a call of its own."""
+    logits, xtc = mx.log(mx.array([[0.5, 0.3, 0.2]] * 64)), make_sampler(1.0, xtc_probability=0.5, xtc_threshold=0.25)
+    mx.random.seed(3)
+    picks, _ = TokenPicker(sampler=xtc).pick(logits, None)
+    assert picks.shape == (64,)
+    assert 4 < (picks == 0).sum().item() < 27, "0.25 of them; with one coin for all none, or half"
+
+    shapes = []
+
+    def sampler(logprobs):
+        shapes.append(logprobs.shape)
+        return mx.argmax(logprobs, axis=-1)
+
+    model = make_target()
+    truth = [token for token, *_ in generate_step([1, 2, 3], model, max_tokens=20)]
+    assert [t for t, *_ in generate_step([1, 2, 3], model, make_draft(), max_tokens=20, sampler=sampler)] == truth
+    assert set(shapes) == {(1, 256)}
+
+
+def test_what_processors_are_given_is_copied_once():
+    """100,000 tokens would take milliseconds a round."""
+    read = []
+
+    class Watched(list):
+        def __getitem__(self, at):
+            found = super().__getitem__(at)
+            read.append(len(found) if isinstance(at, slice) else 1)
+            return found
+
+        def __iter__(self):
+            read.append(len(self))
+            return super().__iter__()
+
+    class Watching(Session):
+        def prefill(self, *args):
+            super().prefill(*args)
+            self.tokens = Watched(self.tokens)
+
+    prompt, model, seen = [(7 * i + 3) % 250 for i in range(100)], make_target(), []
+
+    def note(tokens, logits):
+        seen.append(tokens.tolist())
+        return logits
+
+    truth = plain_tokens(model, prompt, 24)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash_mlx.generation.Session", Watching)
+        for right in (0, 5):
+            read.clear()
+            draft = ScriptedDrafter([*prompt, *truth], lambda i, right=right: right)
+            tokens = [t for t, *_ in generate_step(prompt, model, draft, max_tokens=24, logits_processors=[note])]
+            assert tokens == truth
+            assert sum(read) <= 24
+    for n in range(100, 124):
+        assert [*prompt, *truth][:n] in seen, "every prefix once at least"
 
 
 def test_xtc_drops_all_but_the_least_likely_choice_where_its_coin_says_so():

@@ -94,6 +94,7 @@ class Session:
         self.vocab = 0  # width of the logits, known after the first round
         self.tokens: list[int] = []  # fed in this call or emitted, anchor last
         self.anchor = mx.array([], mx.int32)
+        self.seen = self.anchor  # the tokens before the newest round as an array, for processors only
         self.backlog = Backlog()
         self.loose: list[mx.array] = []  # rows of log-probabilities that the next launch computes along
         self.changing = False  # a forward or a rewind has begun and may have reached only some of the caches
@@ -114,12 +115,14 @@ class Session:
                     backlog, context = len(self.backlog), self.backlog.take(self.drafter)
                 proposal = self._draft(anchor, widths.draft, context)
                 block = mx.concatenate([anchor, self._valid(proposal)[: widths.verify - 1]])
+                if block.shape[0] == 1:
+                    proposal = None  # it had nothing to say: a plain round
                 start = self._launch("draft_seconds", start, block)
             flight = self._verify(block, proposal, ahead=anchor is not self.anchor)
             flight.backlog = backlog
             taps = [] if flight.taps is None else [flight.taps]
             # With what no token depends on yet: another thread could not compute it.
-            rest = [flight.logprobs, *taps, *self.loose, self.rewinder.states()]
+            rest = [flight.logprobs, *taps, *self.loose, self.seen, self.rewinder.states()]
             self._launch("verify_seconds", start, flight.packed, *rest)
             self.loose = []
         return flight
@@ -192,8 +195,8 @@ class Session:
         self.vocab = logits.shape[-1]
         noise = self.picker.noise(first + 1, width, self.vocab)
         if self.picker.logits_processors:
-            before = self.tokens if ahead else self.tokens[:-1]
-            logits = self.picker.processed(logits[0], before, block)[None]
+            self.seen = self._tokens_before(len(self.tokens) if ahead else len(self.tokens) - 1)
+            logits = self.picker.processed(logits[0], self.seen, block)[None]
         picks, logprobs = self.picker.pick(logits[0], noise)
         packed = picks
         if proposal is not None:
@@ -205,6 +208,12 @@ class Session:
         found = proposal is not None and proposal.lookup
         rows = logprobs[0] if width == 1 else logprobs
         return Flight(width, packed, picks, rows, taps if self.drafter else None, lookup=found)
+
+    def _tokens_before(self, count: int) -> mx.array:
+        """The first `count` tokens; only those that are new are copied from the host."""
+        if (held := self.seen.shape[0]) == count:
+            return self.seen
+        return mx.concatenate([self.seen, mx.array(self.tokens[held:count], mx.int32)])
 
     def _reject(
         self, proposed: mx.array, proposal: Proposal, logits: mx.array, noise: Noise, first: int
@@ -255,6 +264,8 @@ class Session:
         self.fed += done
         self.tokens = cast(list[int], prompt.tolist())
         self.anchor = prompt[-1:]
+        if self.picker.logits_processors:
+            self.seen = prompt[:-1].astype(mx.int32)
 
     def switch_off(self, reason: str) -> None:
         """Go on without the draft, visibly."""

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from .filters import Filters
 
-Sampler = Callable[[mx.array], mx.array]  # log-probabilities [L, V] -> tokens [L]
+Sampler = Callable[[mx.array], mx.array]  # log-probabilities [1, V] -> token [1]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]  # tokens so far [n], logits [1, V] -> logits
 
 
@@ -35,7 +35,7 @@ class TokenPicker:
     Args:
         temp: temperature; 0 is greedy.
         seed: noise of a sampled run; None draws one at random.
-        sampler: replaces temperature and seed; called with rows of log-probabilities as in mlx-lm.
+        sampler: replaces temperature and seed; called row by row as in mlx-lm, since some draw once a call.
         rejection: accept draft tokens by the classic rule instead of by match (only where the picks are seeded).
         filters: top-p and its like, applied before the temperature as in mlx-lm.
         logits_processors: called row by row, each with the tokens before that row, as in mlx-lm.
@@ -88,26 +88,27 @@ class TokenPicker:
         """
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if self.sampler is not None:
-            return self.sampler(logprobs), logprobs
+            rows = [self.sampler(logprobs[i : i + 1]).reshape(-1) for i in range(logprobs.shape[0])]
+            return mx.concatenate(rows), logprobs
         if noise is None:
             return mx.argmax(logprobs, axis=-1), logprobs
         return mx.argmax(self.scores(logits, noise.coin) + noise.gumbel, axis=-1), logprobs
 
-    def processed(self, logits: mx.array, before: Sequence[int], block: mx.array) -> mx.array:
+    def processed(self, logits: mx.array, before: mx.array, block: mx.array) -> mx.array:
         """Logits `[L, V]` after the processors; row i follows block token i and is given all tokens up to it.
 
         Rows behind a draft token that is then rejected are computed too, so a processor may see a prefix that is
         never emitted; what it returns for it is not used.
 
         Args:
-            before: the tokens before the anchor. block: `[L]`, anchor first.
+            before: `[n]` int32, the tokens before the anchor. block: `[L]`, anchor first.
         """
-        tokens = mx.concatenate([mx.array(list(before), mx.int32), block.astype(mx.int32)])
+        tokens = mx.concatenate([before, block.astype(mx.int32)])
         rows = []
         for i in range(logits.shape[0]):
             row = logits[i : i + 1]  # its own array: some processors write into what they are given
             for process in self.logits_processors:
-                row = process(tokens[: len(before) + i + 1], row)
+                row = process(tokens[: before.shape[0] + i + 1], row)
             rows.append(row)
         return mx.concatenate(rows, axis=0)
 
