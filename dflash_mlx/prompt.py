@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .errors import DFlashError
+
+
+def apply_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    """The text of a conversation; `options` are those of `apply_chat_template` and the template's own variables.
+
+    mlx-lm's wrapper switches thinking on where nobody said anything about it. Here the template's own default counts,
+    if it can have one: a template in Python (DeepSeek's V3.2) asks for the option.
+    """
+    if (
+        isinstance(tokenizer, TokenizerWrapper)
+        and tokenizer._chat_template is None
+        and "enable_thinking" not in options
+    ):
+        tokenizer = tokenizer._tokenizer
+    return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
 
 def encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array:

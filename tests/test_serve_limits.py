@@ -264,7 +264,7 @@ def test_token_ids_do_not_wait_for_a_long_text():
             assert not tokenize
             return messages[0]["content"]
 
-    bounded = tokens.Bounded(Tokenizer(), limit=10, longest=4, field="prompt")
+    bounded = tokens.Front(Tokenizer(), limit=10, longest=4, field="prompt")
     with pytest.raises(ApiError, match="41 characters"):
         bounded.encode("x" * 41)
     with pytest.raises(ApiError, match="41 characters"):

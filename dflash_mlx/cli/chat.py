@@ -133,11 +133,12 @@ class Chat:
         self.last = f"{stats.summary()}; {cached} prompt tokens cached"
 
     def _ids(self) -> list[int]:
+        from ..prompt import apply_template
+
         messages = ([{"role": "system", "content": self.system}] if self.system else []) + self.messages
         if not self.tokenizer.has_chat_template:
             text = "".join(message["content"] + "\n" for message in messages)
             return self.tokenizer.encode(text)
-        rendered = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.args.chat_template_config
-        )
+        options = self.args.chat_template_config
+        rendered = apply_template(self.tokenizer, messages, add_generation_prompt=True, **options)
         return self.tokenizer.encode(rendered, add_special_tokens=False)

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import DFlashError
-from ..prompt import encode
+from ..prompt import apply_template, encode
 
 
 def read_prompt(text: str) -> str:
@@ -42,9 +42,7 @@ def render(tokenizer: Any, text: str, args: argparse.Namespace) -> mx.array:
         if args.system_prompt:
             messages.insert(0, {"role": "system", "content": args.system_prompt})
         try:
-            rendered = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **args.chat_template_config
-            )
+            rendered = apply_template(tokenizer, messages, add_generation_prompt=True, **args.chat_template_config)
         except Exception as error:  # a template is the checkpoint's own code and raises what it likes
             raise DFlashError(
                 f"the chat template refused the prompt: {error}; --ignore-chat-template skips it"

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from contextlib import nullcontext
+from functools import cached_property
 from queue import Empty, Queue
 
 import mlx.core as mx
@@ -36,7 +37,7 @@ from .errors import ApiError, ClientGone, internal_error
 from .job import Job
 from .metrics import Metrics
 from .provider import Provider
-from .tokens import Bounded, tokenized, too_long
+from .tokens import Front, takes_tools, tokenized, too_long
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +102,7 @@ class Engine(ResponseGenerator):
         provider = self.provider
         limit = self.args.max_prompt_tokens or provider.context_length()
         field = "messages" if request.request_type == "chat" else "prompt"
-        tokenizer = self.front_tokenizer
-        if limit:
-            tokenizer = Bounded(tokenizer, limit, self.longest_token, field)
+        tokenizer = Front(self.front_tokenizer, limit, self.longest_token, field)
         with nullcontext() if isinstance(request.prompt, list) else self._tokenizing:  # ids need no tokenizer
             prompt, boundaries, state = tokenized(self, tokenizer, request, args)
         if limit and len(prompt) > limit:
@@ -129,6 +128,11 @@ class Engine(ResponseGenerator):
         job.report.draft = provider.public_draft
         job.report.wanted = self.alone.drafts(job)
         return job
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether this model is shown the tools of a request."""
+        return takes_tools(self.front_tokenizer, self.args.chat_template_args)
 
     def submit(self, job: Job) -> None:
         """Queue a job. Raises `ApiError` when too many wait or the engine is down."""

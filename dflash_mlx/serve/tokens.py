@@ -5,35 +5,40 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from mlx_lm.server import CompletionRequest, GenerationArguments, ResponseGenerator
+from mlx_lm.server import CompletionRequest, GenerationArguments
 
+from ..prompt import apply_template
 from .errors import ApiError
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 log = logging.getLogger(__name__)
 
 
-class Bounded:
-    """A tokenizer that encodes no text which must have more than `limit` tokens: it would be busy for long, for nobody.
+class Front:
+    """A tokenizer for requests: the template's own defaults, and no text that must have more than `limit` tokens.
 
     Args:
+        limit: None for none; to encode what is far too long would take long, for nobody.
         longest: characters of the longest token. field: that the text comes from.
     """
 
-    def __init__(self, tokenizer: Any, limit: int, longest: int, field: str):
+    def __init__(self, tokenizer: Any, limit: int | None, longest: int, field: str):
         self.tokenizer, self.limit, self.longest, self.field = tokenizer, limit, longest, field
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
 
     def encode(self, text: str, **kwargs: Any) -> list[int]:
-        if len(text) > self.limit * self.longest:
+        if self.limit and len(text) > self.limit * self.longest:
             raise too_long(f"{len(text)} characters", self.limit, self.field)
         return cast(list[int], self.tokenizer.encode(text, **kwargs))
 
-    def apply_chat_template(self, *args: Any, tokenize: bool = True, **kwargs: Any) -> Any:
-        text = self.tokenizer.apply_chat_template(*args, tokenize=False, **kwargs)
+    def apply_chat_template(self, messages: Any, tokenize: bool = True, **options: Any) -> Any:
+        text = apply_template(self.tokenizer, messages, **options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
@@ -43,7 +48,7 @@ def too_long(size: str, limit: int, field: str) -> ApiError:
 
 
 def tokenized(
-    generator: ResponseGenerator, tokenizer: Any, request: CompletionRequest, args: GenerationArguments
+    generator: Engine, tokenizer: Any, request: CompletionRequest, args: GenerationArguments
 ) -> tuple[list[int], list[int], str]:
     """Prompt ids, the lengths at which mlx-lm would end a segment, and the state that the text begins in.
 
@@ -52,6 +57,8 @@ def tokenized(
     chat = request.request_type == "chat"
     if chat and not tokenizer.has_chat_template:
         _check_no_template(request, args)
+    elif request.tools and not generator.takes_tools:
+        raise ApiError(400, "this model's chat template has no place for tools; ask without them", "tools")
     if isinstance(request.prompt, list):
         prompt, segments, state = request.prompt, [request.prompt], "normal"
     else:
@@ -66,6 +73,31 @@ def tokenized(
     if not prompt:
         raise ApiError(400, "the prompt holds no tokens", "messages" if chat else "prompt")
     return list(prompt), list(itertools.accumulate(map(len, segments)))[:-1], state
+
+
+def takes_tools(tokenizer: Any, options: dict[str, Any]) -> bool:
+    """Whether the model hears of the tools of a request: its chat template shows them, or at least writes calls.
+
+    Where mlx-lm knows the marks of a call, clients may describe their tools in the system message.
+
+    Args:
+        options: variables of the template.
+    """
+    if tokenizer.has_tool_calling:
+        return True
+    user = {"role": "user", "content": "x"}
+    tool = {"type": "function", "function": {"name": "probe", "description": "x", "parameters": {"type": "object"}}}
+    shown = []
+    for messages in ([user], [{"role": "system", "content": "x"}, user]):
+        try:
+            without, with_tool = (
+                apply_template(tokenizer, messages, tools=tools, add_generation_prompt=True, **options)
+                for tools in (None, [tool])
+            )
+            shown.append(without != with_tool)
+        except Exception as error:  # it may take no system message; what it makes of a request, that will tell
+            log.debug("tools could not be tried on the chat template", exc_info=error)
+    return any(shown) or not shown
 
 
 def _check_no_template(request: CompletionRequest, args: GenerationArguments) -> None:
