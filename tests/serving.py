@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from tiny import HYBRIDS, draft_config, make_draft, randomised, save_draft, save_target, target_config
 
 SPECIALS = ("<|im_end|>", "<|im_start|>", "<|mask|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -82,6 +83,48 @@ def save_scripted_pair(folder: Path) -> tuple[Path, Path]:
         weights.append((f"model.layers.{i}.mlp.down_proj.weight", mx.zeros((VOCAB, 96))))
     model.load_weights(weights, strict=False)
     return _save_pair(folder, model, config, hidden_size=VOCAB)
+
+
+def save_scripts(folder: Path, scripts: dict[str, Sequence[str]], template: str) -> Path:
+    """A target of one layer that answers each word of `scripts` with its pieces, one token each, then ends.
+
+    Args:
+        template: must end the prompt with the word. A piece that is said twice must be followed by the same.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    end = "<|im_end|>"
+    words = list(dict.fromkeys(word for script in scripts.items() for word in (script[0], *script[1])))
+    ids = {end: 256, **{word: 257 + i for i, word in enumerate(words)}}
+    size = -(-(257 + len(words)) // 16) * 16
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(end, special=True)])
+    tokenizer.add_tokens([AddedToken(word, special=False) for word in words])
+    config: dict[str, Any] = {
+        **target_config("qwen3-untied", layers=1, vocab=size, hidden=size),
+        "eos_token_id": ids[end],
+    }
+    from mlx_lm.models.qwen3 import Model, ModelArgs
+
+    model = randomised(Model(ModelArgs.from_dict(config)), mx.float32)
+    follows = np.zeros((size, size), np.float32)  # [next, current]
+    follows[ids[end]] = 0.5
+    for word, pieces in scripts.items():
+        for current, following in zip((word, *pieces), (*pieces, end), strict=True):
+            follows[ids[following], ids[current]] = 4.0
+    passed = ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight")
+    silent = [(name, mx.zeros(array.shape)) for name, array in tree_flatten(model.parameters()) if name in passed]
+    model.load_weights(
+        [("model.embed_tokens.weight", mx.eye(size)), ("lm_head.weight", mx.array(follows)), *silent], strict=False
+    )
+    save_target(folder, model, config)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 def save_tiny_pair(folder: Path, family: str) -> tuple[Path, Path]:

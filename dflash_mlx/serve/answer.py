@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
-from mlx_lm.server import ToolCallFormatter
+
+from .calls import CallReader
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Raw:
 
     called = 0
 
-    def add(self, text: str, last: bool = False) -> Iterator[Part]:
+    def add(self, text: str, last: bool = False, by_itself: bool = False) -> Iterator[Part]:
         if text:
             yield Part("normal", text)
 
@@ -32,46 +33,56 @@ class Raw:
 class Answer:
     """Splits text as it comes, with mlx-lm's own state machine and tool parsers.
 
+    A call that was not written to its end, or that can't be read, is text: the client sees what was written.
+
     Args:
         tokenizer: says how reasoning and tool calls are marked. state: that the text begins in.
-        tools: of the request, None leaves calls as text. streaming: number the calls. single: keep the first call only.
+        tools: of the request, for the types of arguments. streaming: number the calls. single: keep the first only.
     """
 
     def __init__(self, tokenizer: Any, state: str, tools: list[Any] | None, streaming: bool, single: bool = False):
         self.tokenizer, self.single = tokenizer, single
         self.machine = make_text_state_machine(tokenizer).make_state(state)
-        self.format = ToolCallFormatter(tokenizer.tool_parser, tools, streaming)
+        self.reader = CallReader(tokenizer.tool_parser, tools, streaming)
         self.kind = state
         self.called = 0
         self._tool = ""
 
-    def add(self, text: str, last: bool = False) -> Iterator[Part]:
-        """The parts that are settled by this text."""
+    def add(self, text: str, last: bool = False, by_itself: bool = False) -> Iterator[Part]:
+        """The parts that are settled by this text.
+
+        Args:
+            last: nothing follows. by_itself: because the model ended its turn, not a limit or a stop string.
+        """
         self.machine, segments = TextStateMachine.split(self.machine, text)
         if last:
             self.machine, held, state = TextStateMachine.flush(self.machine)
-            if state != "tool":  # there it is the beginning of the closing mark
-                segments.append((state, held))
+            segments.append((state, held))
         for kind, piece in segments:
             if self.kind == "tool" and kind != "tool":
-                yield from self._finish_call(closed=True)
+                yield from self._finish_call(self.tokenizer.tool_call_end or "", complete=True)
             self.kind = kind
             if kind == "tool":
                 self._tool += piece
             elif piece:
                 yield Part(kind, piece)
         if last and self.kind == "tool":
-            yield from self._finish_call(closed=False)
+            yield from self._finish_call("", complete=by_itself and self._ends_unmarked)
 
-    def _finish_call(self, closed: bool) -> Iterator[Part]:
+    @property
+    def _ends_unmarked(self) -> bool:
+        """Whether no mark closes a call, or one whose token ends the text and so never shows in it."""
+        tokens = self.tokenizer.tool_call_end_tokens
+        return not tokens or not set(tokens).isdisjoint(self.tokenizer.eos_token_ids)
+
+    def _finish_call(self, end: str, complete: bool) -> Iterator[Part]:
         text, self._tool = self._tool, ""
         if self.single and self.called:
             return
-        calls = tuple(self.format([text])) if text else ()
+        calls = self.reader.read(text) if complete else ()
         if calls:
             calls = calls[:1] if self.single else calls
             self.called += len(calls)
             yield Part("tool", calls=calls)
-        elif text:  # it can't be parsed: the client sees what was written
-            end = self.tokenizer.tool_call_end if closed else ""
-            yield Part("normal", f"{self.tokenizer.tool_call_start}{text}{end}")
+        else:
+            yield Part("normal", f"{self.tokenizer.tool_call_start or ''}{text}{end}")

@@ -24,6 +24,7 @@ from .dialect import (
     given,
     items,
     join_text,
+    not_strict,
     part_text,
     pick,
     thinking_options,
@@ -139,7 +140,7 @@ def _tools(request: Json) -> list[Json]:
         if tool.get("type") not in (None, "custom"):
             raise FieldError(f"{field}.type", f"{tool['type']!r} is run by Anthropic's servers; switch that tool off")
         if tool.get("strict"):
-            raise FieldError(f"{field}.strict", "a schema can't be enforced; send false")
+            raise not_strict(field)
         tools.append(function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), field))
     return [] if choice["type"] == "none" else tools
 

@@ -19,7 +19,8 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
-from .answer import Answer, Raw
+from .answer import Answer, Part, Raw
+from .dialect import as_object, results_in_order
 from .errors import ApiError, ClientGone
 from .fields import checked
 from .job import Piece, Progress
@@ -72,7 +73,7 @@ class Completion:
         request = CompletionRequest(
             "chat" if kind == "chat" else "text",
             fields.get("prompt", ""),
-            [self._message(message) for message in fields.get("messages", [])],
+            results_in_order([self._message(message) for message in fields.get("messages", [])]),
             tools,
             fields.get("role_mapping"),
         )
@@ -103,6 +104,8 @@ class Completion:
         if isinstance(content, list):
             content = "".join(part["text"] for part in content)
         message = {**message, "content": content}
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
         template = self.engine.front_tokenizer.chat_template or ""
         if message["role"] == "developer" and "developer" not in str(template):
             message = {**message, "role": "system"}
@@ -183,7 +186,7 @@ class Completion:
                 yield f"keepalive {piece.done}/{piece.total}"
                 continue
             waiting += self._logprobs(piece)
-            for part in self.answer.add(piece.text, last=piece.finish_reason is not None):
+            for part in self._parts(piece):
                 packet = self._packet(None, part, waiting)
                 if self.options.get("include_dflash"):
                     packet["dflash"] = self.job.report.live()
@@ -208,7 +211,7 @@ class Completion:
             if isinstance(piece, Progress):
                 continue
             logprobs += self._logprobs(piece)
-            for part in self.answer.add(piece.text, last=piece.finish_reason is not None):
+            for part in self._parts(piece):
                 calls += part.calls
                 if not part.calls:
                     texts[part.kind] += part.text
@@ -227,6 +230,10 @@ class Completion:
         return {
             **self._head(), "choices": [choice], "usage": self._usage(), "dflash": self.job.report.to_dict()
         }  # fmt: skip
+
+    def _parts(self, piece: Piece) -> Iterator[Part]:
+        by_itself = piece.finish_reason == "stop" and self.job.stopping.found is None
+        return self.answer.add(piece.text, last=piece.finish_reason is not None, by_itself=by_itself)
 
     def _packet(self, reason: str | None, part: Any, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         choice = self._choice(reason)
@@ -279,3 +286,8 @@ class Completion:
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.engine.front_tokenizer.decode([token])
         return {"id": token, "token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    """A call's function with its arguments as templates take them."""
+    return {**function, "arguments": as_object(function.get("arguments", ""), "arguments")}

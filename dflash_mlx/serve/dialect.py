@@ -129,33 +129,81 @@ def function_tool(name: Any, description: Any, parameters: Any, field: str) -> J
     return {"type": "function", "function": function}
 
 
-def function_call(call_id: Any, name: Any, arguments: str, field: str) -> Json:
+def not_strict(field: str) -> FieldError:
+    """For a tool that asks for arguments that obey its schema."""
+    return FieldError(f"{field}.strict", "a schema can't be enforced; send false")
+
+
+def function_call(call_id: Any, name: Any, arguments: Any, field: str) -> Json:
     """A tool call in an assistant's message of the chat route."""
-    try:
-        typed(json.loads(arguments or "{}"), dict, field)
-    except json.JSONDecodeError:
-        raise FieldError(field, "must be a JSON object") from None
+    as_object(arguments, field)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
-def as_turns(system: list[str], messages: list[Json]) -> list[Json]:
-    """Messages as any chat template takes them: one system message in front, and nobody speaks twice in a row.
+def as_object(arguments: Any, field: str) -> Json:
+    """The arguments of a call, as JSON (none at all: "") or as the object itself."""
+    try:
+        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (json.JSONDecodeError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise FieldError(field, "must be a JSON object")
+    return value
 
-    A system message further on, which many templates refuse, becomes a marked part of the user's turn.
+
+def as_turns(system: list[str], messages: list[Json]) -> list[Json]:
+    """Messages as any chat template takes them: one system message in front, nobody twice in a row, results in order.
+
+    A system message further on, which many templates refuse, becomes a marked part of the user's turn. A turn of
+    nothing but reasoning, which an interrupted answer leaves, says nothing that a template could show.
     """
-    turns: list[Json] = []
+    rest: list[Json] = []
     for message in messages:
         if message["role"] == "system":
-            if not turns:
+            if not rest:
                 system = [*system, message["content"]]
                 continue
             message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+        rest.append(message)
+    spoken = [turn for turn in _joined(rest) if turn["role"] != "assistant" or turn["content"] or "tool_calls" in turn]
+    turns = _joined(results_in_order(spoken))
+    text = _paragraphs(*system)
+    return [{"role": "system", "content": text}, *turns] if text else turns
+
+
+def results_in_order(messages: list[Json]) -> list[Json]:
+    """Each tool result right behind the call that it answers, in the order of the calls: most templates show no id.
+
+    What stands between a call and its result follows the result. A result of no known call stays where it is.
+    """
+    waiting: list[tuple[int, int, str]] = []  # calls without a result: turn, place in it, id
+    results: dict[int, dict[int, Json]] = {}  # by turn and place
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            waiting += [(i, place, call.get("id")) for place, call in enumerate(message.get("tool_calls") or ())]
+        elif message["role"] == "tool":
+            named = [call for call in waiting if call[2] == message.get("tool_call_id") is not None]
+            if named:  # models that number their calls anew in each turn repeat ids: the latest turn's is meant
+                call = max(named, key=lambda call: (call[0], -call[1]))
+                waiting.remove(call)
+                results.setdefault(call[0], {})[call[1]] = message
+    moved = [id(result) for found in results.values() for result in found.values()]
+    turns: list[Json] = []
+    for i, message in enumerate(messages):
+        if id(message) not in moved:
+            turns.append(message)
+        turns += [result for _, result in sorted(results.get(i, {}).items())]
+    return turns
+
+
+def _joined(messages: list[Json]) -> list[Json]:
+    turns: list[Json] = []
+    for message in messages:
         if turns and message["role"] == turns[-1]["role"] != "tool":
             _join(turns[-1], message)
         else:
             turns.append(message)
-    text = _paragraphs(*system)
-    return [{"role": "system", "content": text}, *turns] if text else turns
+    return turns
 
 
 def _join(turn: Json, message: Json) -> None:

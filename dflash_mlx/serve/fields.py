@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from .dialect import as_object, items, not_strict, typed
 from .errors import ApiError
 
 MOST = 2**31 - 1  # what any number may be that has no limit of its own
@@ -158,6 +159,9 @@ def _check_content(fields: dict[str, Any], kind: str) -> None:
         known = isinstance(tool, dict) and tool.get("type", "function") == "function"
         if not known or not isinstance(tool.get("function"), dict):
             raise ApiError(400, f"tools[{i}] is no function", f"tools[{i}]", "unsupported_value")
+        typed(tool["function"].get("name"), str, f"tools[{i}].function.name")
+        if tool["function"].get("strict"):
+            raise not_strict(f"tools[{i}].function")
     try:
         biases = {int(k): float(v) for k, v in fields.get("logit_bias", {}).items()}
         if not all(map(math.isfinite, biases.values())):
@@ -183,6 +187,7 @@ def check_messages(messages: list[Any]) -> None:
         where = f"messages[{i}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise ApiError(400, f"{where} needs a role: {', '.join(ROLES)}", f"{where}.role")
+        _check_calls(message, where)
         content = message.get("content")
         if content is None or isinstance(content, str):
             continue
@@ -195,6 +200,15 @@ def check_messages(messages: list[Any]) -> None:
                 raise ApiError(400, f"{at} is of type {_short(kind)}; this server reads text only", at)
             if not isinstance(part.get("text"), str):
                 raise ApiError(400, f"{at}.text must be a string", f"{at}.text")
+
+
+def _check_calls(message: dict[str, Any], where: str) -> None:
+    """Calls of an earlier turn, and the id of a result."""
+    typed(message.get("tool_call_id", ""), (str, type(None)), f"{where}.tool_call_id")
+    for field, call in items(message.get("tool_calls") or [], f"{where}.tool_calls"):
+        function = typed(call.get("function"), dict, f"{field}.function")
+        typed(function.get("name"), str, f"{field}.function.name")
+        as_object(function.get("arguments", ""), f"{field}.function.arguments")
 
 
 def _prompt(prompt: Any) -> Any:

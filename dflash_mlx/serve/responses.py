@@ -1,7 +1,7 @@
 """OpenAI's Responses dialect, to and from the chat route. Knows no HTTP and no model.
 
-Items become chat messages: `function_call` a tool call, `function_call_output` a tool message, `reasoning` the next
-assistant message's reasoning. Nothing is stored, so what needs a stored response, a server-side tool or a grammar is
+Items become chat messages: `function_call` a tool call, `function_call_output` a tool message, `reasoning` that of the
+assistant's turn around it. Nothing is stored, so what needs a stored response, a server-side tool or a grammar is
 refused by field.
 """
 
@@ -25,6 +25,7 @@ from .dialect import (
     given,
     items,
     join_text,
+    not_strict,
     pick,
     thinking_options,
     typed,
@@ -94,17 +95,10 @@ def _messages(request: Json) -> list[Json]:
         asked = [{"role": "user", "content": asked}]
     if not asked:
         raise FieldError("input", "is required: a text or a list of items")
-    messages: list[Json] = []
-    reasoning = ""
-    for field, item in items(asked, "input"):
-        kind = item.get("type", "message")
-        if kind == "reasoning":
-            reasoning += _reasoning(item, field)
-            continue
-        message = pick(READERS, kind, f"{field}.type")(item, field)
-        if reasoning and message["role"] == "assistant":
-            message["reasoning_content"], reasoning = reasoning, ""
-        messages.append(message)
+    messages = [
+        pick(READERS, item.get("type", "message"), f"{field}.type")(item, field)
+        for field, item in items(asked, "input")
+    ]
     return as_turns([typed(request.get("instructions", ""), str, "instructions")], messages)
 
 
@@ -126,13 +120,14 @@ def _result(item: Json, field: str) -> Json:
     return {"role": "tool", "tool_call_id": call_id, "content": join_text(item.get("output"), f"{field}.output", TEXT)}
 
 
-def _reasoning(item: Json, field: str) -> str:
-    """Reasoning in the open; encrypted reasoning of another server has nothing to read."""
+def _reasoning(item: Json, field: str) -> Json:
+    """Reasoning in the open, a part of the assistant's turn; encrypted reasoning of others has nothing to read."""
     parts = item.get("content") or item.get("summary") or []
-    return join_text(parts, f"{field}.content", ("reasoning_text", "summary_text", "text"))
+    text = join_text(parts, f"{field}.content", ("reasoning_text", "summary_text", "text"))
+    return {"role": "assistant", "content": "", **({"reasoning_content": text} if text else {})}
 
 
-READERS = {"message": _message, "function_call": _call, "function_call_output": _result}
+READERS = {"message": _message, "function_call": _call, "function_call_output": _result, "reasoning": _reasoning}
 
 
 def _tools(tools: Any, field: str, space: str | None = None) -> list[Json]:
@@ -143,7 +138,7 @@ def _tools(tools: Any, field: str, space: str | None = None) -> list[Json]:
         if kind != "function" and (kind != "namespace" or space is not None):
             raise FieldError(f"{place}.type", f"{kind!r} is no function; switch that tool off in the client")
         if tool.get("strict"):
-            raise FieldError(f"{place}.strict", "a schema can't be enforced; send false")
+            raise not_strict(place)
         name = typed(tool.get("name"), str, f"{place}.name")
         if kind == "namespace":
             functions += _tools(tool.get("tools"), f"{place}.tools", name)
