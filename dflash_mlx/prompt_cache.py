@@ -117,17 +117,19 @@ def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
     try:
         arrays, flat = cast(tuple[dict[str, Any], dict[str, Any]], mx.load(file_name, return_metadata=True))
         metadata, classes, scalars = cast(list[Any], tree_unflatten(list(flat.items())))
-    except (RuntimeError, ValueError) as error:
-        raise DFlashError(f"{file_name}: not a prompt cache, or damaged ({error})") from None
-    for place, kind in scalars[1:]:
-        value = arrays[place]
-        if kind == "scalar":
-            arrays[place] = value.item()
-        elif kind == "string":
-            arrays[place] = "".join(map(chr, value.tolist()))
-        else:
-            arrays[place] = None
-    states = cast(list[Any], tree_unflatten(list(arrays.items())))
-    known = {**vars(mlx_lm_cache), **{kind.__name__: kind for kind in (DraftKVCache, TokenIndex)}}
-    caches = [known[name].from_state(state) for name, state in zip(classes, states, strict=True)]
+        for place, kind in scalars[1:]:
+            value = arrays[place]
+            if kind == "scalar":
+                arrays[place] = value.item()
+            elif kind == "string":
+                arrays[place] = "".join(map(chr, value.tolist()))
+            else:
+                arrays[place] = None
+        states = cast(list[Any], tree_unflatten(list(arrays.items())))
+        known = {**vars(mlx_lm_cache), **{kind.__name__: kind for kind in (DraftKVCache, TokenIndex)}}
+        if unknown := [name for name in classes if not hasattr(known.get(name), "from_state")]:
+            raise LookupError(f"this mlx-lm has no {unknown[0]}")
+        caches = [known[name].from_state(state) for name, state in zip(classes, states, strict=True)]
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise DFlashError(f"{file_name}: not a prompt cache of this mlx-lm, or damaged ({error})") from None
     return (caches, metadata) if return_metadata else caches

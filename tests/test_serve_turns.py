@@ -194,7 +194,7 @@ def test_the_disk_tier_is_bounded_and_spills_from_memory(tmp_path):
     assert CacheStore(size, 1, DiskTier(tmp_path, size, "models", 4)).fetch([4, *FIRST, 1]).held == 0
 
 
-def test_caches_of_other_flags_are_other_caches():
+def test_caches_of_other_flags_and_other_versions_are_other_caches(monkeypatch):
     def fingerprint(**flags):
         provider = Provider.__new__(Provider)  # loads nothing
         usual = {"kv_bits": None, "kv_group_size": 64, "quantized_kv_start": 5000, "draft_window": None}
@@ -205,3 +205,9 @@ def test_caches_of_other_flags_are_other_caches():
     assert fingerprint() == fingerprint()
     other = [fingerprint(kv_bits=8), fingerprint(draft_window=8), fingerprint(draft_window=9)]
     assert len({fingerprint(), *other}) == 4
+    usual = fingerprint()
+    for name in ("__version__", "mlx_lm.__version__", "FORMAT"):
+        with monkeypatch.context() as another:
+            another.setattr(f"dflash_mlx.serve.provider.{name}", "99")
+            assert fingerprint() != usual
+    assert fingerprint() == usual

@@ -79,18 +79,9 @@ class CacheStore:
             held = min(shared, len(wanted) - 1)
             if held == 0:
                 break
-            if not self._in_memory(entry):
-                continue
-            assert entry.target is not None
-            surplus = len(entry.tokens) - held
-            if surplus and not all(map(can_be_cut, entry.target)):
-                continue
-            self._touch(entry)
-            target, draft = copy.deepcopy(entry.target), copy.deepcopy(entry.draft)
-            if surplus:
-                cut(target, surplus)
-                align(draft or (), held)
-            return Hit(target, draft, held)
+            hit = self._hit(entry, held)
+            if hit is not None:
+                return hit
         return Hit(None, None, 0)
 
     def insert(self, tokens: Sequence[int], target: list[Any], draft: list[Any] | None) -> None:
@@ -114,10 +105,29 @@ class CacheStore:
 
     def write_one(self) -> bool:
         """Write one entry to disk that is not there yet; False when there is none. For idle moments."""
-        if self.disk is None:
+        if self.disk is None or self.disk.paused:
             return False
-        entry = next((e for e in reversed(self.entries) if e.file is None and e.target is not None), None)
+        most = self.disk.max_bytes
+        unwritten = (e for e in reversed(self.entries) if e.file is None and e.target is not None and e.nbytes <= most)
+        entry = next(unwritten, None)
         return entry is not None and self._write(entry)
+
+    def _hit(self, entry: Entry, held: int) -> Hit | None:
+        """Copies of an entry's caches, cut to `held` tokens; None where they can't be had or can't be cut."""
+        if not self._in_memory(entry):
+            return None
+        assert entry.target is not None
+        surplus = len(entry.tokens) - held
+        if surplus and not all(map(can_be_cut, entry.target)):
+            self._shrink()
+            return None
+        # Before it is touched: an entry from disk can be larger than what may stay in memory, and goes at once.
+        target, draft = copy.deepcopy(entry.target), copy.deepcopy(entry.draft)
+        self._touch(entry)
+        if surplus:
+            cut(target, surplus)
+            align(draft or (), held)
+        return Hit(target, draft, held)
 
     def _covered_by(self, entry: Entry) -> list[Entry]:
         """Other entries that hold the same tokens, or a beginning of them where the caches can be cut to it."""
@@ -140,8 +150,6 @@ class CacheStore:
                     self.entries.remove(other)
         for other in self._covered_by(entry) if entry.file else ():
             self._forget(other)
-        if entry.file is None:  # it can't be written at all; said in the log
-            self.disk = None
         return entry.file is not None
 
     def _in_memory(self, entry: Entry) -> bool:
@@ -169,14 +177,15 @@ class CacheStore:
             self.disk.remove(entry.file)
 
     def _shrink(self) -> None:
-        """Oldest first, out of memory: to disk where there is a tier, else for good."""
+        """Out of memory, to disk where there is a tier, else for good: what can't stay alone, then oldest first."""
         while len(self) > self.max_entries or self.nbytes > self.max_bytes:
-            oldest = next(entry for entry in self.entries if entry.target is not None)
-            if self.disk is not None and oldest.file is None:
-                self._write(oldest)
-            if oldest.file is None:
-                self.entries.remove(oldest)
-            oldest.target = oldest.draft = None
+            held = [entry for entry in self.entries if entry.target is not None]
+            going = next((entry for entry in held if entry.nbytes > self.max_bytes), held[0])
+            if self.disk is not None and going.file is None:
+                self._write(going)
+            if going.file is None:
+                self.entries.remove(going)
+            going.target = going.draft = None
             mx.clear_cache()
 
 

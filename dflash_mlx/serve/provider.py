@@ -8,11 +8,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import mlx_lm
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from mlx_lm.server import ModelProvider
 
+from .. import __version__
 from ..errors import DFlashError
 from ..loading import Plan, fetch_target
+from .disk import FORMAT
 
 DEFAULT = "default_model"  # mlx-lm's name for the model of the command line
 # Families whose caches merge, but whose batched prefill does not equal the single one.
@@ -95,10 +98,11 @@ class Provider(ModelProvider):
         )
 
     def fingerprint(self) -> str:
-        """What caches on disk must have been made with: both models' files by name, size and time, and the flags."""
+        """What caches on disk must have been made with: both models' files by name, size and time, code and flags."""
         args = self.cli_args
         folders = [fetch_target(self.plan.model, self.plan.revision), self.plan.draft_folder, args.adapter_path]
-        facts: list[Any] = [args.kv_bits, args.kv_group_size, args.quantized_kv_start, args.draft_window]
+        facts: list[Any] = [FORMAT, __version__, mlx_lm.__version__]
+        facts += [args.kv_bits, args.kv_group_size, args.quantized_kv_start, args.draft_window]
         for folder in folders:
             if folder is not None:
                 files = (f for f in sorted(Path(folder).iterdir()) if f.suffix in (".json", ".safetensors"))
