@@ -117,7 +117,7 @@ def _layers(config: DraftConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         **{name: getattr(config, name) for name in LAYER_FIELDS if getattr(config, name) is not None},
         "layer_types": list(config.layer_types),
-        "use_sliding_window": SLIDING in config.layer_types,
+        "use_sliding_window": config.sliding_window is not None,
         "rope_parameters": {**scaling, "rope_type": kind, "rope_theta": config.rope_theta},
     }
 

@@ -230,6 +230,7 @@ class DraftConfig:
             config[name] = getattr(self, name)
         config["layer_types"] = list(self.layer_types)
         config["sliding_window"] = self.sliding_window
+        config["use_sliding_window"] = self.sliding_window is not None  # without it transformers drops the window
         for name in (
             "rope_scaling", "max_position_embeddings", "num_target_layers", "target_hidden_size", "is_causal",
             "dtype", "final_logit_softcapping", "quantization", "draft_vocab_size",

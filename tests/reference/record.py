@@ -1,4 +1,4 @@
-"""Golden outputs of the PyTorch reference: `PYTHONPATH=tests python -m reference.record`.
+"""Golden outputs of the PyTorch reference: `PYTHONPATH=tests python -m reference.record [CASE ...]`.
 
 Runs z-lab's own draft (dflash 0.1.0, transformers 5) on the cases and writes what it gives to `golden/`.
 Every case is run twice: as the reference decodes, with a `DynamicCache` whose block rows are cropped after
@@ -58,12 +58,12 @@ def reference_draft(case: Case) -> DFlashDraftModel:
 
 
 @torch.inference_mode()
-def run_reference(case: Case, cached: bool) -> dict[str, np.ndarray]:
+def run_reference(case: Case, model: DFlashDraftModel, cached: bool) -> dict[str, np.ndarray]:
     """Hidden states `round_i` `[L, H]` of every round, `logits` `[L-1, V]` of the last one.
 
     A DFlash 2 draft gives the path of every round too, `path_i` `[L-1]`.
     """
-    model, target = reference_draft(case), Target(*target_tables(case))
+    target = Target(*target_tables(case))
     scale = float(_draft_value(model.config, "input_embedding_scale", 1.0))
     cache = _make_cache(model.config) if cached else None
     context = torch.zeros(1, 0, model.fc.in_features)  # all taps so far
@@ -100,12 +100,16 @@ def run_reference(case: Case, cached: bool) -> dict[str, np.ndarray]:
     return outputs
 
 
-def reference_outputs(case: Case) -> dict[str, np.ndarray]:
-    """What our draft has to give: the reference's cached outputs, or its one-shot ones (see the module)."""
-    one_shot = run_reference(case, cached=False)
+def reference_outputs(case: Case, model: DFlashDraftModel | None = None) -> dict[str, np.ndarray]:
+    """What our draft has to give: the reference's cached outputs, or its one-shot ones (see the module).
+
+    `model`: the draft, where it does not come from the case's own config and weights.
+    """
+    model = model or reference_draft(case)
+    one_shot = run_reference(case, model, cached=False)
     if case.slides and case.crops_context:
         return one_shot
-    outputs = run_reference(case, cached=True)
+    outputs = run_reference(case, model, cached=True)
     apart = largest_difference(outputs, one_shot)
     if apart > AGREE:
         raise RuntimeError(f"{case.name}: the reference's cached path is {apart:.1e} off its one-shot computation")
@@ -119,7 +123,7 @@ def largest_difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray])
 
 def main() -> None:
     GOLDEN.mkdir(exist_ok=True)
-    for case in CASES:
+    for case in [case for case in CASES if not sys.argv[1:] or case.name in sys.argv[1:]]:
         outputs = reference_outputs(case)
         np.savez(GOLDEN / f"{case.name}.npz", **outputs)
         largest = max(float(np.abs(array).max()) for array in outputs.values())
