@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,11 @@ from mlx import nn
 
 from .draft import DraftConfig
 from .draft.config import MAX_LAYERS
-from .draft.fields import MAX_SIZE, brief, read_json
+from .draft.fields import MAX_SIZE, brief
+from .draft.special_tokens import special_tokens
 from .errors import DraftError, TargetError
 from .families import families
 from .target import Target
-
-# Where a tokenizer states its special tokens: file -> (field, what it should be, its value to token -> id).
-SPECIAL_TOKENS: dict[str, tuple[str | None, str, Callable[[Any], dict[str, int]]]] = {
-    "added_tokens.json": (
-        None, "an object of tokens with ids", lambda ids: {token: int(number) for token, number in ids.items()}),
-    "tokenizer_config.json": (
-        "added_tokens_decoder", "an object of ids with tokens",
-        lambda tokens: {token["content"]: int(number) for number, token in tokens.items()}),
-    "tokenizer.json": (
-        "added_tokens", "a list of tokens with ids",
-        lambda tokens: {token["content"]: int(token["id"]) for token in tokens}),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,7 +113,7 @@ def check_special_tokens(draft: Path, target: Path, draft_name: str, mask_token_
 
     The mask token may have another name at the same id: drafts rename an id that the target never emits.
     """
-    ours, theirs = _special_tokens(draft), _special_tokens(target)
+    ours, theirs = special_tokens(draft), special_tokens(target)
     named = {number: token for token, number in theirs.items()}
     for token, number in ours.items():
         if theirs.get(token, number) != number:
@@ -134,18 +123,3 @@ def check_special_tokens(draft: Path, target: Path, draft_name: str, mask_token_
         else:
             continue
         raise DraftError(f"draft {draft_name} was made for another tokenizer: {problem}")
-
-
-def _special_tokens(folder: Path) -> dict[str, int]:
-    """Token -> id, from each file that may state them."""
-    found: dict[str, int] = {}
-    for name, (field, what, read) in SPECIAL_TOKENS.items():
-        if not (file := folder / name).is_file():
-            continue
-        stated = read_json(file)
-        added = (stated.get(field) if field else stated) or {}
-        try:
-            found |= read(added)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            raise DraftError(f"{file}: {f'{field}: ' if field else ''}{brief(added)} is not {what}") from None
-    return found

@@ -44,6 +44,7 @@ class Plan:
 
     Attributes:
         model: name of the target; draft: name of the draft, or None to decode plainly; block_size: the draft's.
+        target_folder: where the target's config and tokenizer are.
         lookup: whether proposals are copied from the text where it repeats itself.
         auto: whether a draft that turns out damaged is left out instead of ending the load.
         notes: lines for the user: what was chosen and why.
@@ -53,6 +54,7 @@ class Plan:
     revision: str | None = None
     draft: str | None = None
     draft_folder: Path | None = None
+    target_folder: Path | None = None
     block_size: int | None = None
     lookup: bool = False
     auto: bool = False
@@ -106,7 +108,7 @@ class Plan:
         if self.draft_folder is None:
             return None
         try:
-            return load_draft_folder(self.draft_folder, dtype, attn_implementation, window)
+            return load_draft_folder(self.draft_folder, dtype, attn_implementation, window, self.target_folder)
         except DraftError as error:
             if not self.auto:
                 raise
@@ -316,14 +318,15 @@ def _take(result: Plan, name: str, revision: str | None, target_folder: Path, co
     facts = TargetFacts.from_config(result.model, config)
     if name not in demo.DRAFTS:
         folder = peek_draft(name, revision)
-        stated = folder_config(folder)
+        stated = folder_config(folder, target_folder)
         check_fit(stated, facts, name)
         check_special_tokens(folder, target_folder, name, stated.mask_token_id)
     check_family(result.model, config)
     folder = fetch_draft(name, revision)
-    draft_config = check_draft_folder(folder).config
+    draft_config = check_draft_folder(folder, target_folder).config
     check_fit(draft_config, facts, name)
     result.draft, result.draft_folder, result.block_size = name, folder, draft_config.widest_block
+    result.target_folder = target_folder
 
 
 def _check_on(model: nn.Module, config: DraftConfig, name: str) -> None:

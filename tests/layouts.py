@@ -207,12 +207,44 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Tensor
     "rope_dim before a copied partial_rotary_factor": (
         zlab(partial_rotary_factor=0.25, rope_theta=None, rope_parameters={
             "rope_theta": 10000.0, "rope_dim": 16, "mrope_section": [4, 2, 2]}), zlab(), dict),
+    "prefix dflash_module. (ModelOpt's state)": (zlab(), zlab(), prefixed("dflash_module.")),
+    "is_causal nested": (zlab(**BOTH, **nested(is_causal=False)), zlab(is_causal=False, **BOTH), dict),
+    "sliding by max_window_layers": (
+        zlab(use_sliding_window=True, sliding_window=6, max_window_layers=1),
+        zlab(layer_types=[FULL, SLIDING], sliding_window=6), dict),
+    "max_window_layers that no layer reaches": (
+        zlab(use_sliding_window=True, sliding_window=6), zlab(), dict),
+    "a window that use_sliding_window takes away": (
+        zlab(layer_types=[SLIDING] * 2, sliding_window=6, use_sliding_window=False), zlab(is_causal=True), dict),
+    "use_swa over a copied use_sliding_window": (
+        zlab(use_sliding_window=False, **nested(use_swa=True, swa_window_size=6)),
+        zlab(layer_types=[SLIDING] * 2, sliding_window=6, is_causal=False), dict),
+    "sizes under text_config": (
+        {"architectures": ["DFlashDraftModel"], "hidden_size": 9, **nested(),
+         "text_config": {**zlab(dflash_config=None), "architectures": None}}, zlab(), dict),
+    "yarn over max_position_embeddings": (
+        zlab(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        zlab(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}), dict),
+    "rope_interleave false": (zlab(rope_interleave=False), zlab(), dict),
     "logit_scale": (zlab(logit_scale=0.5), zlab(**nested(output_multiplier=0.5)), dict),
     "draft_vocab_size of the whole vocabulary": (zlab(draft_vocab_size=VOCAB), zlab(), dict),
     "gpt_oss-typed, biases promised but absent": (zlab(model_type="gpt_oss", attention_bias=True), zlab(), dict),
     "v_head_dim equal to head_dim": (zlab(v_head_dim=16), zlab(), dict),
     "SpecForge": (
         zlab(**nested(projector_type="dflash"), model_type="qwen3"), zlab(), prefixed("draft_model.")),
+    "DeepSpec without its embedding and head": (
+        deepspec(has_embed_tokens=False, has_lm_head=False),
+        zlab(block_size=7, **nested(sample_from_anchor=True)), dict),
+    "query_zero_predicts_next, nested": (
+        zlab(**nested(query_zero_predicts_next=True)), zlab(**nested(sample_from_anchor=True)), dict),
+    "query_zero_predicts_next beside sample_from_anchor": (
+        zlab(query_zero_predicts_next=True, **nested(sample_from_anchor=True)),
+        zlab(**nested(sample_from_anchor=True)), dict),
+    "query_zero_predicts_next in DeepSpec's layout": (
+        deepspec(**nested(query_zero_predicts_next=True)), zlab(block_size=7, **nested(sample_from_anchor=True)), dict),
+    "query_zero_predicts_next in speculators' layout": (
+        speculators(query_zero_predicts_next=True, sample_from_anchor="absent", speculators_config="absent"),
+        zlab(**nested(sample_from_anchor=True)), dict),
     "speculators": (speculators(), zlab(), dict),
     "speculators, sample_from_anchor null": (speculators(sample_from_anchor=None), zlab(), dict),
     "speculators, no speculators_config": (speculators(speculators_config="absent"), zlab(), dict),
@@ -294,6 +326,14 @@ OTHER: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Callable[[T
         zlab(**BOTH, swa_rope_parameters={"rope_theta": 2e4}), as_it_is, as_it_is,
         {"theta": (2e4, 1e4), "windows": (6, None), "causal": (True, False)}),
     "rope of neighbours (is_neox_style false)": (zlab(is_neox_style=False), as_it_is, as_it_is, {"neox": False}),
+    "rope of neighbours (rope_interleave)": (zlab(rope_interleave=True), as_it_is, as_it_is, {"neox": False}),
+    "rope of neighbours (in the section)": (
+        zlab(rope_theta=None, rope_parameters={"rope_theta": 10000.0, "rope_interleaved": True}),
+        as_it_is, as_it_is, {"neox": False}),
+    "the anchor predicts (query_zero_predicts_next)": (
+        zlab(query_zero_predicts_next=True), as_it_is, as_it_is, {"from_anchor": True}),
+    "DeepSpec, only the head its own": (
+        deepspec(), plus(lm_head__weight=OWN["lm_head__weight"]), as_it_is, {"from_anchor": True}),
     "attention sinks": (zlab(**nested(attention_sink_bias=True)), plus(**SINKS), as_it_is, {}),
     "a sink in one layer, found by name": (
         zlab(), plus(layers__1__self_attn__attention_sink_bias=random(4, seed=21)), as_it_is, {}),
@@ -411,7 +451,22 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str]] = {
     "DeepSpec with a Markov head": (deepspec(markov_rank=256), dict, "markov_rank"),
     "DeepSpec with a confidence head": (deepspec(enable_confidence_head=True), dict, "enable_confidence_head"),
     "DeepSpec on Gemma": (deepspec(architectures=["Gemma4DSparkModel"]), dict, "architectures"),
-    "DeepSpec without its embedding": (deepspec(), plus(lm_head__weight=TABLE), "embed_tokens.weight"),
+    "DeepSpec with an embedding that is missing": (deepspec(has_embed_tokens=True), dict, "embed_tokens.weight"),
+    "query_zero_predicts_next against sample_from_anchor": (
+        zlab(query_zero_predicts_next=False, **nested(sample_from_anchor=True)), dict,
+        "dflash_config.sample_from_anchor is True but query_zero_predicts_next is False"),
+    "query_zero_predicts_next against DeepSpec's own": (
+        deepspec(sample_from_anchor=False, query_zero_predicts_next=True), dict, "query_zero_predicts_next is True"),
+    "query_zero_predicts_next of text": (zlab(query_zero_predicts_next="yes"), dict, "'yes' is not true or false"),
+    "rope_interleave against is_neox_style": (
+        zlab(rope_interleave=True, is_neox_style=True), dict, "is_neox_style is True but rope_interleave is True"),
+    "use_sliding_window of text": (zlab(use_sliding_window="no"), dict, "use_sliding_window"),
+    "max_window_layers of text": (
+        zlab(use_sliding_window=True, sliding_window=6, max_window_layers="1"), dict, "max_window_layers"),
+    "LiLiCorr by its config": (zlab(**nested(projector_type="lilicorr")), dict, "projector_type: a LiLiCorr draft"),
+    "LiLiCorr by its name": (zlab(architectures=["LiLiCorrDraftModel"]), dict, "architectures: a LiLiCorr draft"),
+    "LiLiCorr by its tensors": (zlab(), plus(lilicorr__in_proj__weight=TABLE), "a LiLiCorr draft"),
+    "latent attention by its mode": (zlab(attention_mode="mla"), dict, "attention_mode: 'mla' is not supported"),
     "labels of the Domino projector": (zlab(**nested(shift_label=True)), dict, "shift_label"),
     "latent attention": (zlab(draft_attention_type="mla"), dict, "draft_attention_type"),
     "Muse without a window": (muse(sliding_window=None), dict, "sliding_window"),

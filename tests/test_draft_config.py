@@ -11,6 +11,7 @@ from tiny import draft_config, make_draft
 
 from dflash_mlx import DraftError
 from dflash_mlx.draft import DFlashDraftModel, DraftConfig, build_target_layer_ids, extract_context_feature
+from dflash_mlx.draft.reading import HEAD_DIMS
 
 NESTED = {"target_layer_ids": [0, 2], "mask_token_id": 255}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -41,7 +42,7 @@ SPELLINGS = {
     "block_size in both, equal": spelled(dflash_config={**NESTED, "block_size": 8}),
     "rope_scaling null": {**spelled(), "rope_scaling": None},
     "rope_scaling type default": spelled(rope_scaling={"type": "default"}),
-    "head_dim derived": spelled(head_dim=None),
+    "head_dim derived": spelled(head_dim=None, model_type="qwen3_moe"),
     "layer_types explicit": spelled(layer_types=["full_attention"] * 2),
     "soft-cap off": spelled(final_logit_softcapping=0),
     "torch_dtype": spelled(dtype=None, torch_dtype="float32"),
@@ -49,6 +50,14 @@ SPELLINGS = {
     "no num_target_layers": spelled(num_target_layers=None),
 }
 YARNS = {
+    "over max_position_embeddings": spelled(
+        max_position_embeddings=YARN["original_max_position_embeddings"],
+        rope_scaling={**YARN, "original_max_position_embeddings": None},
+    ),
+    "original length at the top level": spelled(
+        rope_scaling={**YARN, "original_max_position_embeddings": 7},
+        original_max_position_embeddings=YARN["original_max_position_embeddings"],
+    ),
     "rope_scaling": spelled(rope_scaling=YARN),
     "rope_scaling with type": spelled(rope_scaling={**YARN, "rope_type": None, "type": "yarn"}),
     "rope_parameters": spelled(rope_theta=None, rope_parameters={**YARN, "rope_theta": 10000.0}),
@@ -99,6 +108,12 @@ def test_spellings_of_dflash_2_agree(name):
     assert SELECTOR.items() <= config.to_dict()["dflash_config"].items()
 
 
+def test_default_head_dims_are_those_of_transformers():
+    from transformers import AutoConfig
+
+    assert {kind: AutoConfig.for_model(kind).get_text_config().head_dim for kind in HEAD_DIMS} == HEAD_DIMS
+
+
 def test_fields_of_dflash_2_that_are_0_say_nothing():
     assert DraftConfig.from_dict(spelled(conv_kernel_size=0, selector_top_k=0)).kind == "dflash"
 
@@ -126,13 +141,23 @@ FAULTS = {
     "block_size 1": (spelled(block_size=1), "block_size"),
     "block_size of text": (spelled(block_size="8"), "block_size"),
     "unknown rope type": (spelled(rope_scaling={"rope_type": "spiral", "factor": 2.0}), "rope_scaling.rope_type"),
-    "dynamic rope": (spelled(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_scaling.rope_type"),
+    "dynamic rope without a length": (
+        spelled(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=None),
+        "max_position_embeddings",
+    ),
+    "dynamic rope of two elements": (
+        spelled(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, partial_rotary_factor=0.125),
+        "head_dim: 16: rope_type 'dynamic'",
+    ),
     "yarn without factor": (spelled(rope_scaling={"rope_type": "yarn"}), "rope_scaling.factor"),
     "yarn without original length": (
-        spelled(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        spelled(rope_scaling={"rope_type": "yarn", "factor": 4.0}, max_position_embeddings=None),
         "original_max_position_embeddings",
     ),
-    "yarn with another attention factor": (spelled(rope_scaling={**YARN, "attention_factor": 2.0}), "attention_factor"),
+    "yarn with an attention factor alone": (
+        spelled(rope_scaling={**YARN, "factor": 1.0, "attention_factor": 2.0}),
+        "attention_factor",
+    ),
     "no taps key": (spelled(dflash_config={"mask_token_id": 255}), "target_layer_ids"),
     "empty taps": (spelled(dflash_config={**NESTED, "target_layer_ids": []}), "target_layer_ids"),
     "tap beyond the target": (spelled(dflash_config={**NESTED, "target_layer_ids": [0, 4]}), "num_target_layers 4"),
@@ -146,7 +171,10 @@ FAULTS = {
     "hidden_size 0": (spelled(hidden_size=0), "hidden_size"),
     "no eps": (spelled(rms_norm_eps=None), "rms_norm_eps"),
     "heads no multiple": (spelled(num_key_value_heads=3), "num_key_value_heads"),
-    "head_dim not derivable": (spelled(head_dim=None, num_attention_heads=6, num_key_value_heads=2), "head_dim"),
+    "head_dim not derivable": (
+        spelled(head_dim=None, model_type="llama", num_attention_heads=6, num_key_value_heads=2),
+        "head_dim",
+    ),
     "layer_types too short": (spelled(layer_types=["full_attention"]), "layer_types"),
     "layer_types unknown": (spelled(layer_types=["full_attention", "linear_attention"]), "layer_types"),
     "sliding without window": (spelled(layer_types=SLIDING), "sliding_window"),

@@ -30,7 +30,7 @@ def exported(case: Case, folder: Path, **options: Any) -> Path:
     return convert_draft(mlx, folder / "hf", to="hf").path
 
 
-@pytest.mark.parametrize("name", ["sliding_mixed", "dflash2_sliding"])
+@pytest.mark.parametrize("name", ["sliding_mixed", "dflash2_sliding", "sliding_by_max_window_layers"])
 def test_transformers_reads_the_window(name: str, tmp_path: Path) -> None:
     from transformers import Qwen3Config
 

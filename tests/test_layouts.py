@@ -44,9 +44,10 @@ from layouts import (
 )  # fmt: skip
 from mlx.utils import tree_flatten
 from plain import block_logits as plain_logits
+from serving import save_tiny_pair
 from tiny import make_target
 
-from dflash_mlx import DraftError, convert_draft, generate_step, inspect_draft, load_draft
+from dflash_mlx import DraftError, convert_draft, generate_step, inspect_draft, load, load_draft
 from dflash_mlx.decode.drafter import DFlashDrafter, DraftRequest
 from dflash_mlx.decode.sampling import TokenPicker
 from dflash_mlx.draft import DFlashDraftModel, DraftConfig
@@ -180,6 +181,30 @@ def test_shards_of_a_fused_layer_are_put_together(tmp_path):
     expected = run(load_draft(write(tmp_path / "z-lab", zlab(), base())))
     assert mx.array_equal(run(load_draft(folder)), expected)
     assert_converts(folder, expected, tmp_path)
+
+
+MASK_TEXT = {"target_layer_ids": [0, 2], "mask_token": "<|mask|>"}
+
+
+def test_a_mask_token_stated_as_text_has_its_tokenizers_id(tmp_path):
+    folder = write(tmp_path / "draft", zlab(dflash_config=MASK_TEXT), base())
+    with pytest.raises(DraftError, match=r"config.json: mask_token: '<\|mask\|>' is no special token .*draft; state"):
+        load_draft(folder)
+    (folder / "added_tokens.json").write_text(json.dumps({"<|mask|>": 255}))
+    expected = run(load_draft(write(tmp_path / "z-lab", zlab(), base())))
+    assert mx.array_equal(run(load_draft(folder)), expected)
+    assert_converts(folder, expected, tmp_path)
+    write(folder, zlab(dflash_config={**MASK_TEXT, "mask_token": 255}), base())
+    with pytest.raises(DraftError, match="mask_token: 255 is no special token"):
+        load_draft(folder)
+
+
+def test_a_mask_token_stated_as_text_may_be_the_targets(tmp_path):
+    target, folder = save_tiny_pair(tmp_path, "qwen3")
+    stated = json.loads((folder / "config.json").read_text()) | {"dflash_config": MASK_TEXT}
+    (folder / "config.json").write_text(json.dumps(stated))
+    _, draft, tokenizer = load(str(target), str(folder))
+    assert draft.config.mask_token_id == tokenizer.convert_tokens_to_ids("<|mask|>") == 258
 
 
 torch_only = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")

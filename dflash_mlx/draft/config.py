@@ -15,7 +15,7 @@ from . import reading
 from .dialects import in_zlab
 from .fields import MAX_SIZE, Fields, read_json
 from .reading import FULL, GATE_ACTIVATIONS, PER_ELEMENT, PER_HEAD, SLIDING
-from .rope import Rope, read_ropes
+from .rope import SECTIONS, Rope, read_ropes
 
 __all__ = ["FULL", "GATE_ACTIVATIONS", "MAX_LAYERS", "PER_ELEMENT", "PER_HEAD", "SLIDING", "DraftConfig", "Rope"]
 
@@ -178,7 +178,7 @@ class DraftConfig:
             rope_scaling=rope.scaling,
             partial_rotary_factor=rope.partial,
             sliding_rope=None if sliding_rope == rope else sliding_rope,
-            is_neox_style=read.flag("is_neox_style", read.flag("rope_is_neox_style", True)),
+            is_neox_style=read.flag("is_neox_style", True, *SECTIONS),
             block_size=reading.block_size(read, from_anchor),
             mask_token_id=reading.mask_token(read, vocab),
             target_layer_ids=taps,
@@ -192,7 +192,7 @@ class DraftConfig:
             attention_output_bias=read.flag("attention_output_bias", bias),
             final_logit_softcapping=read.optional_number("final_logit_softcapping", zero_is_off=True),
             input_embedding_scale=read.optional_number("input_embedding_scale") or 1.0,
-            output_multiplier=reading.output_multiplier(read),
+            output_multiplier=read.optional_number("output_multiplier") or 1.0,
             draft_vocab_size=reading.draft_vocab(read, vocab),
             sample_from_anchor=from_anchor,
             attention_sink_layers=reading.sinks(read, layers),

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import DraftError
-from .fields import Fields, brief
-from .reading import DFLASH2_FIELDS
+from .fields import SPELLINGS, Fields, brief
+from .reading import DFLASH2_FIELDS, HEAD_DIMS
 
 Config = dict[str, Any]
 SIZES = (
@@ -40,10 +40,20 @@ def in_zlab(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], 
 
     Raises `DraftError` where a layout contradicts itself or needs something that is not supported.
     """
+    if isinstance(text := config.get("text_config"), Mapping):
+        config = _unwrapped(config, text)
     for dialect in DIALECTS:
         if dialect.spoken(config):
             return dialect.translate(Fields(config, source, dialect.names)), source, dialect.names
     return config, source, {}
+
+
+def _unwrapped(config: Mapping[str, Any], text: Mapping[str, Any]) -> Config:
+    """A config whose sizes are nested as a multimodal target's are, and win over its outer ones (SGLang)."""
+    outer = {name: value for name, value in config.items() if name != "text_config"}
+    inner = {name: value for name, value in text.items() if value is not None}
+    draft = {name: outer[name] for name in ("architectures", "dflash_config") if outer.get(name)}
+    return {**outer, **inner, **draft}
 
 
 def _speculators(read: Fields) -> Config:
@@ -78,7 +88,7 @@ def _speculators(read: Fields) -> Config:
             out[key] = config[key]
     nested = {key: config[key] for key in ("mask_token_id", *DFLASH2_FIELDS) if config.get(key) is not None}
     nested["aux_hidden_state_layer_ids"] = config.get("aux_hidden_state_layer_ids")
-    nested["sample_from_anchor"] = config.get("sample_from_anchor")  # null: its default, false
+    nested["sample_from_anchor"] = read.flag("sample_from_anchor")
     nested["block_size"] = _proposed(read)
     out["architectures"] = ["DFlash2DraftModel" if kind == "dflash2" else "DFlashDraftModel"]
     return {**out, "dflash_config": nested}
@@ -109,16 +119,17 @@ def _proposed(read: Fields) -> int:
 # What a DeepSpec config says of the draft; the rest is a copy of the target's.
 DEEPSPEC = (
     *SIZES, "hidden_act", "attention_bias", "max_position_embeddings", "rope_theta", "layer_types", "sliding_window",
-    "num_target_layers", "markov_rank", "enable_confidence_head", "dtype", "torch_dtype", "quantization",
-    "quantization_config",
+    "use_sliding_window", "max_window_layers", "has_embed_tokens", "has_lm_head", "num_target_layers", "markov_rank",
+    "enable_confidence_head", "dtype", "torch_dtype", "quantization", "quantization_config",
 )  # fmt: skip
+OF_THE_TARGET = ("partial_rotary_factor", *SPELLINGS["is_neox_style"])  # of a rope section, which is a copy too
 
 
 def _deepspec(read: Fields) -> Config:
     """DeepSpec (`build_draft_config`): the target's config with the draft's facts at the top level.
 
-    Its drafts are Qwen3 layers with embedding and head of their own. No layer is causal, and slot i predicts the token
-    after it (its labels), which the config does not say.
+    Its drafts are Qwen3 layers, mostly with embedding and head of their own (the tensors tell). No layer is causal, and
+    slot i predicts the token after it (its labels), which the config does not say.
     """
     config = read.config
     names = config.get("architectures")
@@ -127,11 +138,10 @@ def _deepspec(read: Fields) -> Config:
     out = {key: config[key] for key in DEEPSPEC if config.get(key) is not None}
     for name in ("rope_parameters", "rope_scaling"):
         if section := read.optional(name, dict):
-            out[name] = {key: value for key, value in section.items() if key != "partial_rotary_factor"}
-    nested = {key: config.get(key) for key in ("block_size", "mask_token_id", "target_layer_ids")}
-    stated = config.get("sample_from_anchor")
-    nested["sample_from_anchor"] = True if stated is None else stated
-    nested["has_embed_tokens"] = nested["has_lm_head"] = True
+            out[name] = {key: value for key, value in section.items() if key not in OF_THE_TARGET}
+    own = ("block_size", "mask_token_id", "target_layer_ids")
+    nested = {key: read.get(key, default=None) for key in own}
+    nested["sample_from_anchor"] = read.flag("sample_from_anchor", True)
     return {**out, "is_causal": False, "architectures": ["DFlashDraftModel"], "dflash_config": nested}
 
 
@@ -157,7 +167,8 @@ def _laguna(read: Fields) -> Config:
     context come from the context feature normed by the layer's own input_layernorm.
     """
     config = read.config
-    out = {key: value for key, value in config.items() if key not in ("gating", "model_type")}
+    out = {key: value for key, value in config.items() if key not in ("gating", "model_type") and value is not None}
+    out.setdefault("head_dim", HEAD_DIMS["laguna"])
     heads = config.get("num_attention_heads")
     each = config.get("num_attention_heads_per_layer") or []
     if not isinstance(each, list) or any(own != heads for own in each):

@@ -13,6 +13,12 @@ from ..errors import DraftError
 
 # Where a fact may stand: the nested sections first, then the top level (facts from published configs).
 SECTIONS = ("dflash_config", "eagle_config", None)
+# Other names of a field, and whether their true is its false.
+SPELLINGS: dict[str, dict[str, bool]] = {
+    "sample_from_anchor": {"query_zero_predicts_next": False},  # PixelML's adapters, SGLang
+    "output_multiplier": {"logit_scale": False},  # vLLM
+    "is_neox_style": {"rope_is_neox_style": False, "rope_interleave": True, "rope_interleaved": True},
+}
 
 MAX_SIZE = 2**31 - 1  # MLX counts rows and columns in 32 bits
 MAX_DEPTH = 64
@@ -77,20 +83,21 @@ class Fields:
         nested = self.config.get("dflash_config")
         return nested.get(field) if isinstance(nested, Mapping) else None
 
-    def get(self, field: str, **default: Any) -> Any:
-        """The value of a field wherever it stands; two different values are a conflict."""
-        found = [
-            (f"{section}.{field}" if section else field, place[field])
-            for section in SECTIONS
-            if isinstance(place := self.config.get(section) if section else self.config, Mapping)
-            and place.get(field) is not None
-        ]
-        if any(value != found[0][1] for _, value in found[1:]):
-            (one, a), (two, b) = found[0], next(place for place in found if place[1] != found[0][1])
-            conflict = f"{one} is {brief(a)} but {two} is {brief(b)}"
+    def get(self, field: str, *more_sections: str, **default: Any) -> Any:
+        """The value of a field wherever it stands and by any of its names; two different values are a conflict."""
+        spellings = {field: False, **SPELLINGS.get(field, {})}
+        found = []  # where, as stated, as meant
+        for section in (*SECTIONS, *more_sections):
+            place = self.config.get(section) if section else self.config
+            for name, negated in spellings.items():
+                if isinstance(place, Mapping) and (value := place.get(name)) is not None:
+                    meant = not value if negated and isinstance(value, bool) else value
+                    found.append((f"{section}.{name}" if section else name, value, meant))
+        if other := next((place for place in found if place[2] != found[0][2]), None):
+            conflict = f"{found[0][0]} is {brief(found[0][1])} but {other[0]} is {brief(other[1])}"
             raise self.error(field, f"{conflict}; keep the one the draft was trained with")
         if found:
-            return found[0][1]
+            return found[0][2]
         if "default" in default:
             return default["default"]
         raise self.error(field, "missing; the draft can't be run without it")
@@ -106,8 +113,8 @@ class Fields:
     def optional_int(self, field: str) -> int | None:
         return None if self.get(field, default=None) is None else self.positive(field)
 
-    def flag(self, field: str, usual: bool = False) -> bool:
-        value = self.get(field, default=usual)
+    def flag(self, field: str, usual: bool = False, *more_sections: str) -> bool:
+        value = self.get(field, *more_sections, default=usual)
         if not isinstance(value, bool):
             raise self.error(field, f"{brief(value)} is not true or false")
         return value

@@ -25,11 +25,24 @@ NORMED = ("qwen3", "laguna", "muse_glimmer_assistant")
 # Backbones whose own code stores norm weights minus one; a draft that only borrowed the config may not.
 OFFSET = ("qwen3_5", "qwen3_next")
 
-# Projectors (`dflash_config.projector_type`) of other methods, with what to tell the user.
+# Heads of transformers' config classes, by `model_type`, where a config states no `head_dim`; of others hidden / heads.
+HEAD_DIMS = {
+    "qwen3": 128, "qwen3_next": 256, "qwen3_5": 256, "qwen3_5_text": 256, "gpt_oss": 64, "glm4": 128,
+    "gemma": 256, "gemma2": 256, "gemma3_text": 256, "laguna": 128, "muse_glimmer_assistant": 128,
+}  # fmt: skip
+FIRST_SLIDING = 28  # what transformers' Qwen3Config takes for `max_window_layers` where a config states none
+
+# Projectors (`dflash_config.projector_type`): None for a DFlash draft's, for others what to tell the user.
 PROJECTORS = {
+    "dflash": None,
+    "dflash2": None,
+    "linear": None,
     "dspark": "a DSpark draft (it has a Markov head), which is not supported",
     "domino": "a Domino draft (it has a GRU projector), which is not supported",
+    "lilicorr": "a LiLiCorr draft (it reranks candidates with a head of its own), which is not supported",
 }
+# Fields that may say that attention is of another kind, and what they may hold.
+ATTENTION_KINDS = {"draft_attention_type": ("gqa", "mha"), "attention_mode": ("gqa", "mha")}
 
 # What a DFlash 2 draft has besides; a draft with one of them needs all.
 DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -50,14 +63,17 @@ def refuse_foreign(read: Fields) -> None:
             f"{read.source}: {what} is not a DFlash draft (no dflash_config, no DFlash architecture); "
             "a target goes to --model"
         )
-    if (projector := read.get("projector_type", default=None)) not in (None, "dflash", "linear"):
-        known = PROJECTORS.get(projector) if isinstance(projector, str) else None
-        raise read.error("projector_type", known or f"{brief(projector)} is not supported")
+    if any("LiLiCorr" in str(name) for name in names):
+        raise read.error("architectures", str(PROJECTORS["lilicorr"]))
+    projector = read.get("projector_type", default="dflash")
+    if problem := PROJECTORS.get(projector, "?") if isinstance(projector, str) else "?":
+        raise read.error("projector_type", problem if problem != "?" else f"{brief(projector)} is not supported")
     if (rank := read.get("markov_rank", default=None)) not in (None, 0) or read.flag("enable_confidence_head"):
         what = "enable_confidence_head" if rank in (None, 0) else "markov_rank"
         raise read.error(what, f"{brief(rank or True)}: a DSpark draft, which is not supported")
-    if (kind := read.get("draft_attention_type", default=None)) not in (None, "gqa", "mha"):
-        raise read.error("draft_attention_type", f"{brief(kind)} is not supported")
+    for name, known in ATTENTION_KINDS.items():
+        if (kind := read.get(name, default=None)) not in (None, *known):
+            raise read.error(name, f"{brief(kind)} is not supported, only {' and '.join(known)} attention is")
     if read.flag("shift_label"):
         raise read.error("shift_label", "true is not supported; it belongs to the Domino projector")
     if (activation := config.get("hidden_act", "silu")) != "silu":
@@ -67,7 +83,7 @@ def refuse_foreign(read: Fields) -> None:
 
 
 def head_dim(read: Fields, hidden: int, heads: int) -> int:
-    size = read.optional_int("head_dim")
+    size = read.optional_int("head_dim") or HEAD_DIMS.get(str(read.config.get("model_type")))
     if size is None and hidden % heads:
         raise read.error("head_dim", f"missing, and hidden_size {hidden} is no multiple of {heads} heads")
     size = size or hidden // heads
@@ -118,12 +134,24 @@ def taps(read: Fields, target_layers: int | None) -> tuple[int, ...]:
 
 
 def attention(read: Fields, layers: int) -> tuple[tuple[str, ...], int | None, bool | None]:
-    """Layer types, window and the causal override, by the precedence that vLLM and the reference share."""
+    """Layer types, window and the causal override, by the precedence that vLLM and the reference share.
+
+    `use_sliding_window` is transformers': where it is false no layer has a window, whatever its type; where it is true
+    and no types are stated, layers from `max_window_layers` on slide.
+    """
     use_swa = read.flag("use_swa")
     types = read.get("layer_types", default=None)
-    causal = read.config.get("is_causal")
+    windowed = read.get("use_sliding_window", default=None)
+    if windowed not in (None, True, False):
+        raise read.error("use_sliding_window", f"{brief(windowed)} is not true or false")
+    causal = read.get("is_causal", default=None)
     if causal is None:
         causal = read.own("causal")
+    if types is None and windowed and not use_swa and read.get("sliding_window", default=None) is not None:
+        first = read.get("max_window_layers", default=FIRST_SLIDING)
+        if type(first) is not int or first < 0:
+            raise read.error("max_window_layers", f"{brief(first)} is not a number of layers")
+        types = [FULL if i < first else SLIDING for i in range(layers)]
     if types is None or (use_swa and isinstance(types, list) and SLIDING not in types):
         if types is not None and len(types) != layers:
             raise _wrong_length(read, types, layers)
@@ -135,7 +163,7 @@ def attention(read: Fields, layers: int) -> tuple[tuple[str, ...], int | None, b
     if unknown := sorted({str(kind) for kind in types} - {FULL, SLIDING}):
         raise read.error("layer_types", f"{brief(unknown)} is not {FULL!r} or {SLIDING!r}")
     window = None
-    if SLIDING in types:
+    if SLIDING in types and (use_swa or windowed is not False):
         window = read.optional_int("swa_window_size") or read.optional_int("sliding_window")
         if window is None:
             raise read.error("sliding_window", "missing, but layer_types has sliding layers")
@@ -201,16 +229,6 @@ def dtype(read: Fields) -> str | None:
     if stated and stated not in DTYPES:
         raise read.error(name, f"{brief(stated)} is not one of {', '.join(DTYPES)}")
     return stated or None
-
-
-def output_multiplier(read: Fields) -> float:
-    """What the logits are multiplied with; `logit_scale` is vLLM's name for it."""
-    ours, theirs = (read.optional_number(name) for name in ("output_multiplier", "logit_scale"))
-    if ours is not None and theirs is not None and ours != theirs:
-        raise read.error(
-            "logit_scale", f"{theirs} but output_multiplier is {ours}; keep the one the draft was trained with"
-        )
-    return ours or theirs or 1.0
 
 
 def dflash2(read: Fields, hidden: int, vocab: int) -> dict[str, int]:

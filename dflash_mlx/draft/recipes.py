@@ -65,7 +65,7 @@ Recipes = dict[str, Recipe]
 RENAMES = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
-        (r"^(?:(?:model|draft_model|module)\.)+", ""),  # as a trainer or a wrapper saved it
+        (r"^(?:(?:model|draft_model|module|dflash_module)\.)+", ""),  # as a trainer or a wrapper saved it
         (r"^logit_head\.(weight|scales|biases)$", r"lm_head.\1"),
         (r"^logit_head\.", ""),
         (r"^midlayer\.", "layers.0."),  # drafts of one layer

@@ -10,7 +10,7 @@ from typing import Any
 from mlx import nn
 from mlx_lm.models.rope_utils import initialize_rope
 
-from .fields import Fields, brief, is_number
+from .fields import SPELLINGS, Fields, brief, is_number
 
 # Fields that each rope type needs besides its type; other types are refused by name.
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -18,19 +18,24 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("factor",),
 }
 
 # Further numbers of a rope section, each with the least it may be.
 ROPE_OPTIONS = {"beta_fast": 1e-6, "beta_slow": 1e-6, "mscale": 0, "mscale_all_dim": 0, "attention_factor": 1e-6}
 
 SECTIONS = ("rope_parameters", "rope_scaling")
+ORIGINAL = "original_max_position_embeddings"
 # Read apart from the scaling, or facts of the target that a draft's one-dimensional positions have no use for.
-NOT_SCALING = ("rope_theta", "type", "partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved")
+NOT_SCALING = (
+    "rope_theta", "type", "partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved", "is_neox_style",
+    *SPELLINGS["is_neox_style"],
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rope:
-    """One rotary embedding: base, mlx-lm's scaling section or None, and the share of a head that is rotated."""
+    """One rotary embedding: base, transformers' scaling section or None, and the share of a head that is rotated."""
 
     theta: float
     scaling: dict[str, Any] | None = None
@@ -38,11 +43,14 @@ class Rope:
 
     def build(self, head_dim: int, max_positions: int | None, neox: bool = True) -> nn.Module:
         """The module; `neox` rotates halves of a head, else neighbours."""
+        scaling = dict(self.scaling or {})
+        if (stated := scaling.pop("attention_factor", None)) is not None:  # mlx-lm's is 0.1 mscale ln(factor) + 1
+            scaling["mscale"] = (stated - 1) / (0.1 * math.log(scaling["factor"]))
         return initialize_rope(
             int(head_dim * self.partial),
             base=self.theta,
             traditional=not neox,
-            scaling_config=self.scaling,
+            scaling_config=scaling or None,
             max_position_embeddings=max_positions,
         )
 
@@ -107,7 +115,10 @@ def _rope(read: Fields, places: dict[str, dict[str, Any]], head_dim: int, top: A
     scalings = [_scaling(read, name, section) for name, section in sections.items()]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise read.error("rope_scaling", "differs from rope_parameters; keep the one the draft was trained with")
-    return Rope(float(theta), scalings[0] if scalings else None, _partial(read, sections, head_dim))
+    rope = Rope(float(theta), scalings[0] if scalings else None, _partial(read, sections, head_dim))
+    if (rope.scaling or {}).get("rope_type") == "dynamic" and int(head_dim * rope.partial) < 4:
+        raise read.error("head_dim", f"{head_dim}: rope_type 'dynamic' rotates 4 elements at least")
+    return rope
 
 
 def _partial(read: Fields, sections: dict[str, dict[str, Any]], head_dim: int) -> float:
@@ -136,6 +147,10 @@ def _scaling(read: Fields, name: str, section: dict[str, Any]) -> dict[str, Any]
     if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         known = ", ".join(ROPE_FIELDS)
         raise read.error(f"{name}.rope_type", f"{brief(kind)} is not supported (known: {known})")
+    if ORIGINAL in ROPE_FIELDS[kind]:
+        section = {**section, ORIGINAL: _original_length(read, section)}
+    if kind == "dynamic" and read.optional_int("max_position_embeddings") is None:
+        raise read.error("max_position_embeddings", "missing; rope_type 'dynamic' can't be run without it")
     for field in ROPE_FIELDS[kind]:
         least = 1 if field == "original_max_position_embeddings" else 1e-6
         if not is_number(value := section.get(field), least):
@@ -151,8 +166,14 @@ def _scaling(read: Fields, name: str, section: dict[str, Any]) -> dict[str, Any]
     return {**fields, "rope_type": kind}
 
 
+def _original_length(read: Fields, section: dict[str, Any]) -> Any:
+    """The length that was trained without scaling, where transformers looks for it."""
+    places = (read.config.get(ORIGINAL), section.get(ORIGINAL), read.config.get("max_position_embeddings"))
+    return next((length for length in places if length is not None), None)
+
+
 def _yarn(read: Fields, name: str, section: dict[str, Any]) -> dict[str, Any]:
-    """What mlx-lm's yarn needs to do as transformers does, or an error where it can't.
+    """What of a yarn section means something, or an error where mlx-lm can't do as transformers does.
 
     transformers takes a stated `attention_factor` first, then the ratio of `mscale` and `mscale_all_dim` if both
     are given, else 0.1 ln(factor) + 1. mlx-lm always takes the ratio, with defaults that give the last.
@@ -160,9 +181,13 @@ def _yarn(read: Fields, name: str, section: dict[str, Any]) -> dict[str, Any]:
     if section.get("truncate") is False:
         raise read.error(f"{name}.truncate", "false is not supported by mlx-lm's yarn")
     stated = section.get("attention_factor")
-    derived = 0.1 * math.log(section["factor"]) + 1.0 if section["factor"] > 1 else 1.0
-    if stated is not None and abs(stated - derived) > 1e-4:
-        raise read.error(f"{name}.attention_factor", f"{stated} differs from the derived {derived:.4f}: not supported")
-    ratio = stated is None and section.get("mscale") and section.get("mscale_all_dim")
-    unused = ("attention_factor",) if ratio else ("attention_factor", "mscale", "mscale_all_dim")
+    derived = 0.1 * math.log(max(section["factor"], 1)) + 1
+    if stated is not None and abs(stated - derived) > 1e-4:  # else rounded from the derived one
+        if derived == 1:
+            raise read.error(f"{name}.attention_factor", f"{stated} without a factor above 1: not supported")
+        unused: tuple[str, ...] = ("mscale", "mscale_all_dim")
+    elif stated is None and section.get("mscale") and section.get("mscale_all_dim"):
+        unused = ()
+    else:
+        unused = ("attention_factor", "mscale", "mscale_all_dim")
     return {key: value for key, value in section.items() if key not in unused}

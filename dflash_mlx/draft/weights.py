@@ -23,10 +23,11 @@ from . import gguf
 from .compute_dtype import compute_dtype
 from .config import DraftConfig
 from .dflash2 import DFlash2DraftModel
-from .fields import brief, read_json
+from .fields import Fields, brief, read_json
 from .headers import FLOATS, TensorInfo, check_folder, load_file, read_headers
 from .model import DFlashDraftModel
 from .recipes import Recipe, Recipes, canonical_name, canonical_recipes
+from .special_tokens import named_mask
 
 MODELS: dict[str, type[DFlashDraftModel]] = {"dflash": DFlashDraftModel, "dflash2": DFlash2DraftModel}  # by kind
 
@@ -48,6 +49,7 @@ DFLASH2_PARTS = ("candidate_selector.", "attention_conv.", "mlp_conv.")  # of th
 FOREIGN_TENSORS = {
     **dict.fromkeys(DFLASH2_PARTS, "a DFlash 2 draft, but config.json describes a DFlash (v1) draft"),
     "markov_head.": "a DSpark draft, which is not supported",
+    "lilicorr.": "a LiLiCorr draft, which is not supported",
     "confidence_head.": "a DSpark draft, which is not supported",
     "prefix_gru.": "a Domino draft, which is not supported",
     "embed_proj.": "a Domino draft, which is not supported",
@@ -199,13 +201,16 @@ def load_draft_folder(
     dtype: mx.Dtype | None = None,
     attn_implementation: str = "sdpa",
     context_window: int | None = None,
+    tokenizer: Path | None = None,
 ) -> DFlashDraftModel:
     """A draft from a local folder; `dtype` overrides what `compute_dtype` chooses for this machine.
+
+    `tokenizer`: see `folder_facts`.
 
     Raises:
         DraftError: see `DraftConfig.from_dict`, `read_headers`, `check_tensors`; or a weight is not finite.
     """
-    layout, tensors = _read(folder)
+    layout, tensors = _read(folder, tokenizer)
     config, quantized, recipes, _ = layout
     model = MODELS[config.kind](config, attn_implementation)
     model.context_window = context_window
@@ -237,27 +242,30 @@ def make(names: Iterable[str], recipes: Recipes, tensors: Mapping[str, TensorInf
     }
 
 
-def check_draft_folder(folder: Path) -> Layout:
-    """A folder's draft by config and headers only."""
-    return _read(folder)[0]
+def check_draft_folder(folder: Path, tokenizer: Path | None = None) -> Layout:
+    """A folder's draft by config and headers only; `tokenizer`: see `folder_facts`."""
+    return _read(folder, tokenizer)[0]
 
 
-def _read(folder: Path) -> tuple[Layout, dict[str, TensorInfo]]:
+def _read(folder: Path, tokenizer: Path | None) -> tuple[Layout, dict[str, TensorInfo]]:
     if not folder.is_dir():
         raise DraftError(f"{folder}: no such folder")
-    config, tensors = folder_config(folder), read_headers(folder)
+    config, tensors = folder_config(folder, tokenizer), read_headers(folder)
     return check_tensors(config, tensors, folder), tensors
 
 
-def folder_config(folder: Path) -> DraftConfig:
-    """The validated config of a folder; raises as `folder_facts` and `DraftConfig.from_dict`."""
-    return DraftConfig.from_dict(*folder_facts(folder))
+def folder_config(folder: Path, tokenizer: Path | None = None) -> DraftConfig:
+    """The validated config of a folder; takes and raises as `folder_facts`, raises as `DraftConfig.from_dict`."""
+    return DraftConfig.from_dict(*folder_facts(folder, tokenizer))
 
 
-def folder_facts(folder: Path) -> tuple[dict[str, Any], str]:
+def folder_facts(folder: Path, tokenizer: Path | None = None) -> tuple[dict[str, Any], str]:
     """What a folder says of its draft, and the file that says it.
 
-    That is `config.json`, or a GGUF file that has none beside it. Raises `DraftError` when neither can be read.
+    That is `config.json`, or a GGUF file that has none beside it. `tokenizer` is the target's folder, which is asked
+    for the id of a mask token that is stated as text where the draft's own has none.
+
+    Raises `DraftError` when neither file can be read, or nobody knows the mask token.
     """
     check_folder(folder)
     file, scheme = folder / "config.json", folder / MODELOPT_SCHEME
@@ -266,6 +274,8 @@ def folder_facts(folder: Path) -> tuple[dict[str, Any], str]:
     facts = read_json(file)
     if "quantization_config" not in facts and scheme.exists():
         facts["quantization_config"] = read_json(scheme).get("quantization")
+    if (mask := named_mask(Fields(facts, str(file)), folder, *([tokenizer] if tokenizer else []))) is not None:
+        facts["mask_token_id"] = mask
     return facts, str(file)
 
 

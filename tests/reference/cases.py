@@ -42,6 +42,7 @@ class Crop:
 Step = Round | Extend | Crop
 
 GROW: tuple[Step, ...] = (Round(1), Round(3), Round(8), Round(1), Round(3), Round(8))
+GROW_FAR: tuple[Step, ...] = (Round(1), Round(3), Round(8), Round(20), Round(3))
 LONG: tuple[Step, ...] = (Extend(120), Round(1), Round(3), Extend(8), Round(8), Round(0), Extend(100), Round(60))
 REWIND: tuple[Step, ...] = (
     Round(20), Round(3), Crop(10), Round(1), Round(8), Crop(5), Extend(3), Round(30), Crop(37), Round(1), Round(0),
@@ -71,6 +72,11 @@ class Case:
     @property
     def slides(self) -> bool:
         return SLIDING in (self.config.get("layer_types") or ())
+
+    @property
+    def windowless(self) -> bool:
+        """Whether sliding layers have no window, with which the reference can't make a cache."""
+        return self.slides and self.config.get("use_sliding_window") is False
 
     @property
     def crops_context(self) -> bool:
@@ -121,6 +127,8 @@ def dflash2(config: dict[str, Any], kernel: int = 2, group: int = 8, rank: int =
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
 YARN_BETAS = {**YARN, "type": "yarn", "factor": 2.5, "beta_fast": 8.0, "beta_slow": 2.0}
+YARN_FACTOR = {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.7}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
@@ -151,6 +159,8 @@ CASES = [
     Case("rope_linear", draft_config(rope_scaling=LINEAR), REWIND),
     Case("rope_yarn", draft_config(rope_scaling=YARN), LONG),
     Case("rope_yarn_betas", draft_config(rope_parameters=YARN_BETAS | {"rope_theta": 10000.0}), REWIND),
+    Case("rope_yarn_attention_factor", draft_config(rope_scaling=YARN_FACTOR, max_position_embeddings=64), REWIND),
+    Case("rope_dynamic", draft_config(rope_scaling=DYNAMIC, max_position_embeddings=24), GROW_FAR),
     Case("rope_llama3", draft_config(rope_scaling=LLAMA3), LONG),
     Case("offset_5000", draft_config(**TWO_TAPS), REWIND, offset=5000),
     Case("offset_5000_yarn", draft_config(rope_scaling=YARN, **TWO_TAPS), offset=5000, tolerance=PHASE_ROUNDING),
@@ -165,6 +175,9 @@ CASES = [
     Case("sliding_window_below_block_not_causal", sliding_config("ss", sliding_window=5, is_causal=False)),
     Case("sliding_all_causal", sliding_config("sf", is_causal=True)),
     Case("sliding_offset_5000", sliding_config("sf", rope_scaling=LLAMA3), offset=5000),
+    Case("sliding_by_max_window_layers", sliding_config("sss", layer_types=None, max_window_layers=1)),
+    Case("sliding_without_use_sliding_window", sliding_config("sf", use_sliding_window=False)),
+    Case("head_dim_of_qwen3", draft_config(head_dim=None, **TWO_TAPS)),
     Case("dflash2_kernel_2", dflash2(draft_config())),
     Case("dflash2_kernel_4_rewind", dflash2(draft_config(num_key_value_heads=1), kernel=4, group=4), REWIND),
     Case("dflash2_kernel_above_block", dflash2(draft_config(block_size=4, **TWO_TAPS), kernel=5)),
@@ -216,7 +229,7 @@ def draft_weights(case: Case) -> dict[str, np.ndarray]:
     """The draft's tensors under their checkpoint names: float32, large enough that attention is no plain mean."""
     config, random = case.config, case.random("weights")
     hidden, inter, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    head_dim = config["head_dim"]
+    head_dim = config["head_dim"] or 128
     queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
     weights: dict[str, np.ndarray] = {}
 
