@@ -96,6 +96,7 @@ def test_yarn_spellings_agree_and_differ_from_the_default_rope(name):
 SECOND = {
     "nested": dflash2(),
     "flat": draft_config(architectures=["DFlash2DraftModel"], **SELECTOR),
+    "ModelOpt": dflash2(projector_type="dflash2"),
     "by its fields": dflash2() | {"architectures": ["DFlashDraftModel"]},
 }
 
