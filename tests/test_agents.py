@@ -67,6 +67,9 @@ def test_a_message_whole_and_streamed(claude):
 def test_the_raw_events_of_a_message(claude):
     events = list(claude.messages.create(**ASK, tools=[ADD], stream=True))
     assert [event.type for event in events][:2] == ["message_start", "content_block_start"]
+    begun, ended = events[0].message.usage, events[-2].usage
+    assert begun.input_tokens + begun.cache_read_input_tokens > 10, "the prompt is known before the answer"
+    assert (begun.input_tokens, begun.cache_read_input_tokens) == (ended.input_tokens, ended.cache_read_input_tokens)
     assert [event.type for event in events][-2:] == ["message_delta", "message_stop"]
     starts = [event.index for event in events if event.type == "content_block_start"]
     stops = [event.index for event in events if event.type == "content_block_stop"]
@@ -205,7 +208,7 @@ def test_effort_none_switches_thinking_off(gpt):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"store": True}, "store"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -21,6 +21,7 @@ USAGE = {
     "prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15, "prompt_tokens_details": {"cached_tokens": 4},
 }  # fmt: skip
 RESULT_IMAGE = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "image"}]}
+START = {**USAGE, "completion_tokens": 0}
 FIGURES = {"draft_used": True, "tau": 2.5}
 REASONED = [
     {"choices": [{"delta": {"role": "assistant", "reasoning": "Let me "}, "finish_reason": None}]},
@@ -120,7 +121,7 @@ FUZZ = settings(max_examples=300, deadline=None, derandomize=True, suppress_heal
 
 def events(answer, chunks):
     """The data of all events, as sent at that moment."""
-    sent = [copy.deepcopy(event) for event in answer.start()]
+    sent = [copy.deepcopy(event) for event in answer.start(START)]
     for chunk in chunks:
         sent += [copy.deepcopy(event) for event in answer.chunk(chunk)]
     sent += [copy.deepcopy(event) for event in answer.end()]
@@ -248,6 +249,9 @@ def test_a_streamed_message_is_complete_and_in_order():
     deltas = [e["delta"]["type"] for e in read if e["type"] == "content_block_delta"]
     assert deltas == ["thinking_delta"] * 2 + ["signature_delta"] + ["text_delta"] * 2 + ["input_json_delta"] * 2
     assert read[0]["message"]["content"] == []
+    assert read[0]["message"]["usage"] == {
+        "input_tokens": 6, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0, "output_tokens": 0,
+    }  # fmt: skip
     assert read[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert read[-2]["dflash"] == FIGURES
 
@@ -298,7 +302,10 @@ def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(error, said):
         yield REASONED[0]
         raise error
 
-    completion, handler = SimpleNamespace(stream=stream), SimpleNamespace(gone=None, route_path="/v1/messages")
+    completion, handler = (
+        SimpleNamespace(stream=stream, usage=lambda: START),
+        SimpleNamespace(gone=None, route_path="/v1/messages"),
+    )
     last = list(agents._events(completion, anthropic.Answer(ask()), handler))[-1]
     assert last["event"] == "error"
     assert said in last["data"]["error"]["message"]
@@ -353,8 +360,8 @@ def test_items_become_chat_messages():
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"instructions": ["a"]}, "instructions"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0].type"),
         ({"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools[0].strict"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
@@ -443,3 +450,75 @@ def test_tools_of_a_namespace_keep_their_names_apart():
     plain, spaced = events(responses.Answer(request), [chunk])[-1]["response"]["output"]
     assert (plain["name"], plain.get("namespace")) == ("weather", None)
     assert (spaced["name"], spaced.get("namespace")) == ("weather", "sky")
+
+
+PATCH = {
+    "type": "custom", "name": "apply_patch", "description": "edits files",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x+/"},
+}  # fmt: skip
+
+
+def test_tools_that_only_a_vendor_can_run_are_left_out_and_said_so(caplog):
+    """Codex sends them unless told not to."""
+    tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}
+    built_in = [{"type": "web_search", "external_web_access": False}, {"type": "local_shell"}, {"type": "tool_search"}]
+    caplog.set_level("INFO")
+    chat = responses.to_chat({**REQUEST, "tools": [built_in[0], tool, *built_in[1:]]})
+    assert [tool["function"]["name"] for tool in chat["tools"]] == ["weather"]
+    assert "web_search, local_shell, tool_search" in caplog.text
+    assert "tools" not in responses.to_chat({**REQUEST, "tools": built_in})
+    answer = responses.Answer({**REQUEST, "tools": built_in})
+    assert events(answer, REASONED)[-1]["response"]["tools"] == built_in, "the client reads what it asked for"
+
+
+def test_a_custom_tool_is_a_function_of_one_text_there_and_back():
+    request = {**REQUEST, "tools": [PATCH, {"type": "namespace", "name": "sky", "tools": [PATCH]}]}
+    first, second = responses.to_chat(request)["tools"]
+    assert (first["function"]["name"], second["function"]["name"]) == ("apply_patch", "sky__apply_patch")
+    assert first["function"]["description"] == "edits files"
+    schema = first["function"]["parameters"]
+    assert (schema["type"], schema["required"]) == ("object", ["input"])
+    assert "start: /x+/" in schema["properties"]["input"]["description"]
+
+    text = '*** Begin\n"é" \\\n'
+    calls = [
+        {"id": "1", "function": {"name": "apply_patch", "arguments": json.dumps({"input": text})}},
+        {"id": "2", "function": {"name": "sky__apply_patch", "arguments": json.dumps({"input": text})}},
+        {"id": "3", "function": {"name": "apply_patch", "arguments": '{"patch": "x"}'}},
+    ]
+    read = events(responses.Answer(request), [{"choices": [{"delta": {"tool_calls": calls}, "finish_reason": "stop"}]}])
+    of_first = [e for e in read if e.get("output_index") == 0]
+    assert [e["type"].removeprefix("response.") for e in of_first] == [
+        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done",
+    ]  # fmt: skip
+    assert [e.get("delta", e.get("input")) for e in of_first[1:3]] == [text, text]
+    output = read[-1]["response"]["output"]
+    assert output == [e["item"] for e in read if e["type"] == "response.output_item.done"]
+    assert [(item["type"], item["name"], item.get("namespace")) for item in output] == [
+        ("custom_tool_call", "apply_patch", None),
+        ("custom_tool_call", "apply_patch", "sky"),
+        ("custom_tool_call", "apply_patch", None),
+    ]
+    assert [item["input"] for item in output] == [text, text, '{"patch": "x"}'], "the client tells the model"
+
+    results = [{"type": "custom_tool_call_output", "call_id": str(i), "output": "done"} for i in (2, 1, 3)]
+    chat = responses.to_chat({**request, "input": [*output, *results]})["messages"]
+    assert [call["function"]["name"] for call in chat[0]["tool_calls"]] == [
+        "apply_patch", "sky__apply_patch", "apply_patch",
+    ]  # fmt: skip
+    assert json.loads(chat[0]["tool_calls"][0]["function"]["arguments"]) == {"input": text}
+    assert [message["tool_call_id"] for message in chat[1:]] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "a", "format": "lark"}]}, "tools[0].format"),
+        ({"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]}, "tools[0].format.definition"),
+        ({"input": [{"type": "custom_tool_call", "name": "a", "call_id": "1"}]}, "input[0].input"),
+        ({"input": [{"type": "custom_tool_call_output", "output": "x"}]}, "input[0].call_id"),
+    ],
+)
+def test_a_malformed_custom_tool_is_refused_by_field(fields, field):
+    assert refused(responses, {**REQUEST, **fields}) == field

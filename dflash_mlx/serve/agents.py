@@ -60,7 +60,7 @@ def _events(completion: Completion, answer: Answer, handler: Handler) -> Iterato
     """The chat stream's packets as the dialect's events; the first packet decides whether there is a stream at all."""
     packets = completion.stream(handler.gone)
     first = next(packets)
-    yield from map(_packet, answer.start())
+    yield from map(_packet, answer.start(completion.usage()))
     try:
         for packet in chain([first], packets):
             if isinstance(packet, str):

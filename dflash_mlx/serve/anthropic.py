@@ -164,7 +164,8 @@ class Answer:
         }  # fmt: skip
         self._open = False
 
-    def start(self) -> Iterator[Event]:
+    def start(self, usage: Json) -> Iterator[Event]:
+        self.body["usage"] = _usage(usage)
         yield _event("message_start", message={**self.body, "content": []})
 
     def chunk(self, chunk: Json) -> Iterator[Event]:

@@ -196,10 +196,10 @@ class Completion:
                 packet = self._packet(self._reason(piece), None, waiting)
                 packet["dflash"] = self.job.report.to_dict()
                 if not self.options.get("include_usage"):
-                    packet["usage"] = self._usage()  # mlx-lm's clients ask for it in a packet of its own
+                    packet["usage"] = self.usage()  # mlx-lm's clients ask for it in a packet of its own
                 yield packet
         if self.options.get("include_usage"):
-            yield {**self._head(), "choices": [], "usage": self._usage(), "dflash": self.job.report.to_dict()}
+            yield {**self._head(), "choices": [], "usage": self.usage(), "dflash": self.job.report.to_dict()}
 
     def whole(self, gone: Callable[[], bool]) -> dict[str, Any]:
         """The reply in one packet."""
@@ -228,7 +228,7 @@ class Completion:
         if self.args.logprobs:
             choice["logprobs"] = {"content": logprobs}
         return {
-            **self._head(), "choices": [choice], "usage": self._usage(), "dflash": self.job.report.to_dict()
+            **self._head(), "choices": [choice], "usage": self.usage(), "dflash": self.job.report.to_dict()
         }  # fmt: skip
 
     def _parts(self, piece: Piece) -> Iterator[Part]:
@@ -264,7 +264,7 @@ class Completion:
             "system_fingerprint": self.engine.system_fingerprint,
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         report = self.job.report
         return {
             "prompt_tokens": report.prompt_tokens,

@@ -38,7 +38,8 @@ class Answer(Protocol):
 
     body: Json
 
-    def start(self) -> Iterator[Event]: ...
+    def start(self, usage: Json) -> Iterator[Event]:
+        """Events that begin it; `usage` is the chat route's so far, which knows the prompt."""
 
     def chunk(self, chunk: Json) -> Iterator[Event]:
         """Events for one chunk of the chat stream. A `delta` may hold reasoning, text and whole tool calls."""
@@ -66,7 +67,11 @@ class Dialect:
 def whole(answer: Answer, response: Json) -> Json:
     """A chat response that was not streamed, in the answer's dialect: it is a stream of one chunk."""
     choices = [{**choice, "delta": choice.get("message", {})} for choice in response["choices"]]
-    for events in (answer.start(), answer.chunk({**response, "choices": choices}), answer.end()):
+    for events in (
+        answer.start(response.get("usage", {})),
+        answer.chunk({**response, "choices": choices}),
+        answer.end(),
+    ):
         for _ in events:
             pass
     return answer.body

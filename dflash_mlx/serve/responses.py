@@ -1,12 +1,13 @@
 """OpenAI's Responses dialect, to and from the chat route. Knows no HTTP and no model.
 
 Items become chat messages: `function_call` a tool call, `function_call_output` a tool message, `reasoning` that of the
-assistant's turn around it. Nothing is stored, so what needs a stored response, a server-side tool or a grammar is
-refused by field.
+assistant's turn around it. Nothing is stored, so what needs a stored response or a grammar is refused by field.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,15 +22,16 @@ from .dialect import (
     as_turns,
     check_fields,
     function_call,
-    function_tool,
     given,
     items,
     join_text,
-    not_strict,
     pick,
     thinking_options,
     typed,
 )
+from .response_tools import Tools, full_name
+
+log = logging.getLogger(__name__)
 
 SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_k", "stop", *EXTRA)
 # Hints about cost, caching, safety and bookkeeping, which change no answer of a local model.
@@ -76,9 +78,11 @@ def to_chat(request: Json) -> Json:
     if "max_output_tokens" in request:
         chat["max_tokens"] = request["max_output_tokens"]
     chat["messages"] = _messages(request)
-    tools = _tools(request.get("tools", []), "tools")
-    if tools and request.get("tool_choice") != "none":
-        chat["tools"] = tools
+    tools = Tools(request.get("tools", []))
+    if tools.left_out:
+        log.info("the model is not told of tools that this server can't run: %s", ", ".join(tools.left_out))
+    if tools.functions and request.get("tool_choice") != "none":
+        chat["tools"] = tools.functions
     form = typed(request.get("text", {}), dict, "text").get("format") or {"type": "text"}
     if typed(form, dict, "text.format").get("type") != "text":
         raise FieldError("text.format", f"{form.get('type')!r} can't be enforced; ask for it in the prompt")
@@ -111,8 +115,13 @@ def _call(item: Json, field: str) -> Json:
     arguments = typed(item.get("arguments"), str, f"{field}.arguments")
     name = typed(item.get("name"), str, f"{field}.name")
     space = typed(item.get("namespace") or "", str, f"{field}.namespace")
-    call = function_call(item.get("call_id"), _full(space, name), arguments, f"{field}.arguments")
+    call = function_call(item.get("call_id"), full_name(space, name), arguments, f"{field}.arguments")
     return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _custom_call(item: Json, field: str) -> Json:
+    written = typed(item.get("input"), str, f"{field}.input")
+    return _call({**item, "arguments": json.dumps({"input": written}, ensure_ascii=False)}, field)
 
 
 def _result(item: Json, field: str) -> Json:
@@ -127,28 +136,10 @@ def _reasoning(item: Json, field: str) -> Json:
     return {"role": "assistant", "content": "", **({"reasoning_content": text} if text else {})}
 
 
-READERS = {"message": _message, "function_call": _call, "function_call_output": _result, "reasoning": _reasoning}
-
-
-def _tools(tools: Any, field: str, space: str | None = None) -> list[Json]:
-    """Functions for the chat route, those of a namespace under its name and theirs."""
-    functions = []
-    for place, tool in items(tools, field):
-        kind = tool.get("type")
-        if kind != "function" and (kind != "namespace" or space is not None):
-            raise FieldError(f"{place}.type", f"{kind!r} is no function; switch that tool off in the client")
-        if tool.get("strict"):
-            raise not_strict(place)
-        name = typed(tool.get("name"), str, f"{place}.name")
-        if kind == "namespace":
-            functions += _tools(tool.get("tools"), f"{place}.tools", name)
-            continue
-        functions.append(function_tool(_full(space, name), tool.get("description"), tool.get("parameters"), place))
-    return functions
-
-
-def _full(space: str | None, name: str) -> str:
-    return f"{space}__{name}" if space else name
+READERS = {
+    "message": _message, "reasoning": _reasoning, "function_call": _call, "function_call_output": _result,
+    "custom_tool_call": _custom_call, "custom_tool_call_output": _result,
+}  # fmt: skip
 
 
 class Answer:
@@ -167,17 +158,12 @@ class Answer:
             "tool_choice": request.get("tool_choice", "auto"), "tools": request.get("tools", []),
             "top_p": request.get("top_p"), "truncation": "disabled",
         }  # fmt: skip
-        self._spaces = {
-            _full(space["name"], tool["name"]): {"name": tool["name"], "namespace": space["name"]}
-            for space in self.body["tools"]
-            if space["type"] == "namespace"
-            for tool in space["tools"]
-        }
+        self._tools = Tools(self.body["tools"])
         self._number = 0
         self._open = False
         self._finish: str | None = None
 
-    def start(self) -> Iterator[Event]:
+    def start(self, usage: Json) -> Iterator[Event]:
         yield self._whole("response.created")
         yield self._whole("response.in_progress")
 
@@ -245,15 +231,15 @@ class Answer:
 
     def _call(self, call: Json) -> Iterator[Event]:
         yield from self._close("completed")
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        item: Json = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress", "arguments": ""}
-        item |= {"call_id": call["id"], "name": name, **self._spaces.get(name, {})}
+        kind, names, written = self._tools.item(call["function"]["name"], call["function"]["arguments"])
+        item: Json = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", "type": kind.item, "status": "in_progress"}
+        item |= {"call_id": call["id"], **names, kind.field: ""}
         self.body["output"].append(item)
         yield self._item("response.output_item.added")
         place = {"item_id": item["id"], "output_index": len(self.body["output"]) - 1}
-        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments)
-        item |= {"arguments": arguments, "status": "completed"}
+        yield self._event(f"{kind.event}.delta", **place, delta=written)
+        yield self._event(f"{kind.event}.done", **place, name=item["name"], **{kind.field: written})
+        item |= {kind.field: written, "status": "completed"}
         yield self._item("response.output_item.done")
 
     def _event(self, kind: str, **data: Any) -> Event:
