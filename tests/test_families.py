@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib import metadata
+from pathlib import Path
 
 import matrix
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 TABLE = json.loads(matrix.TABLE.read_text())
 BUILT = [name for name, entry in matrix.CONFIGS.items() if "skip" not in entry]
@@ -34,6 +39,20 @@ def test_targets_of_published_drafts_are_verified(name):
 def test_every_module_of_mlx_lm_is_known():
     """A new release brings new modules: give each a config in `families.json` here, or a reason to skip it."""
     assert sorted(matrix.modules()) == sorted(matrix.CONFIGS)
+
+
+def test_the_release_of_mlx_lm_is_bounded_to_what_was_tested():
+    """Rewind, taps and the server use names that mlx-lm promises nobody, so its next release is not let in unseen."""
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    wanted = [
+        Requirement(line) for line in re.findall(r'"(mlx.*?)"', text) if line.startswith(("mlx>", "mlx[", "mlx-lm"))
+    ]
+    assert sorted(each.name for each in wanted) == ["mlx", "mlx", "mlx-lm"]
+    for each in wanted:
+        tested = Version(TABLE["mlx_lm"] if each.name == "mlx-lm" else metadata.version("mlx"))
+        assert tested in each.specifier
+        assert f"{tested.major}.{tested.minor + 1}" not in each.specifier
+        assert f"{tested.major + 1}.0" not in each.specifier
 
 
 def test_the_table_is_whole():
