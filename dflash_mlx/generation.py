@@ -20,6 +20,7 @@ from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .arguments import functions, is_whole, one_of, token_ids, whole
 from .decode.block_size import AutoBlockSize, BlockSize, FixedBlockSize
 from .decode.caches import split_caches
 from .decode.costs import describe_pair, keep_costs, round_costs
@@ -32,6 +33,7 @@ from .decode.sampling import LogitsProcessor, Sampler, TokenPicker
 from .decode.stats import GenerationStats
 from .decode.stop import StopStrings
 from .decode.text import TextStream
+from .device import limits_told
 from .draft import DFlashDraftModel
 from .fit import TargetFacts, check_fit
 from .prompt import as_ids, encode
@@ -46,6 +48,7 @@ class GenerationResponse(MlxLmResponse):
 
     def top_logprobs(self, n: int) -> list[tuple[int, float]]:
         """The target's `n` most likely tokens here and their log-probabilities, best first."""
+        whole("n", n, 0)
         best = mx.argsort(-self.logprobs.astype(mx.float32))[:n]
         values = self.logprobs[best].astype(mx.float32)
         return list(zip(cast(list[int], best.tolist()), cast(list[float], values.tolist()), strict=True))
@@ -73,7 +76,7 @@ def generate_step(
         (token, log-probabilities `[V]` of the target, whether the draft proposed it).
 
     Raises:
-        TargetError, DraftError: the pair can't be run. ValueError: an option is out of range.
+        TargetError, DraftError: the pair can't be run. ValueError: an option is of another kind or out of range.
     """
     stats = GenerationStats() if stats is None else stats
     with closing(_tokens(prompt, model, draft_model, stats, **options)) as tokens:
@@ -135,14 +138,22 @@ def _tokens(
         profile: measure host, draft and verify apart (costs a second sync a round).
     """
     prompt = as_ids(prompt)
-    if not isinstance(prefill_step_size, int) or prefill_step_size < 1:
-        raise ValueError(f"prefill_step_size is {prefill_step_size}, expected 1 or more")
-    if not isinstance(max_tokens, int) or max_tokens < -1:
-        raise ValueError(f"max_tokens is {max_tokens}, expected 0 or more, or -1 for no limit")
     if input_embeddings is not None:
         raise ValueError("input_embeddings are not supported: a draft needs the tokens")
-    if acceptance not in ("match", "rejection"):
-        raise ValueError(f"acceptance is {acceptance!r}, expected 'match' or 'rejection'")
+    whole("max_tokens", max_tokens, -1)
+    whole("prefill_step_size", prefill_step_size, 1)
+    whole("max_kv_size", max_kv_size, 1, 2**31 - 1, none=True)
+    whole("num_draft_tokens", num_draft_tokens, 0, none=True)
+    whole("quantized_kv_start", quantized_kv_start, 0)
+    one_of("kv_bits", kv_bits, (None, 2, 3, 4, 5, 6, 8))
+    one_of("kv_group_size", kv_group_size, (32, 64, 128))
+    one_of("acceptance", acceptance, ("match", "rejection"))
+    for name, flag in (("lookup", lookup), ("leave_last", leave_last), ("profile", profile)):
+        one_of(name, flag, (False, True))
+    for name, values in (("end_tokens", end_tokens), ("prefill_stops", prefill_stops)):
+        token_ids(name, values)
+    functions("logits_processors", logits_processors or ())
+    functions("sampler, prompt_progress_callback", [f for f in (sampler, prompt_progress_callback) if f is not None])
     if acceptance == "rejection" and sampler is not None:
         raise ValueError("acceptance 'rejection' needs the distributions; give temp, top_p, ... instead of a sampler")
     filters = Filters(top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens)
@@ -186,7 +197,8 @@ def _tokens(
         profile=profile,
     )
     progress = prompt_progress_callback or (lambda done, total: None)
-    session.prefill(prompt, prefill_step_size, progress, prefill_stops)
+    with limits_told():
+        session.prefill(prompt, prefill_step_size, progress, prefill_stops)
     room = quantized_kv_start if kv_bits else None
     chooser: BlockSize = FixedBlockSize(width)
     pairs: list[str] = []  # whose costs are learned
@@ -199,7 +211,7 @@ def _tokens(
             costs.append(round_costs(pairs[1], dearer=costs[0]))
         chooser = AutoBlockSize(width, *costs)
     try:
-        with closing(decode(session, chooser, max_tokens, end_tokens, room, leave_last)) as tokens:
+        with limits_told(), closing(decode(session, chooser, max_tokens, end_tokens, room, leave_last)) as tokens:
             for i, token in enumerate(tokens):
                 if i == 0:
                     progress(prompt.shape[0], prompt.shape[0])
@@ -235,7 +247,7 @@ def stream_generate(
         stats: filled as it goes, for a caller that may stop early; the last response carries it anyway.
 
     Raises:
-        TargetError, DraftError: the pair can't be run. ValueError: an option is out of range.
+        TargetError, DraftError: the pair can't be run. ValueError: an option is of another kind or out of range.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens is 0, but a text ends with its last token; `generate_step` takes 0")
@@ -309,11 +321,12 @@ def generate(
 
 def _block_size(drafter: Drafter | None, asked: int | None, stats: GenerationStats) -> int:
     if drafter is None:
-        if asked not in (None, 1):
+        if asked is not None and not (is_whole(asked) and asked == 1):
             raise ValueError(f"block_size is {asked}, but there is no draft")
         stats.draft_off_reason = "no draft was given"
         return 1
-    if asked is not None and not (isinstance(asked, int) and 1 <= asked <= drafter.block_size):
+    whole("the drafter's block_size", drafter.block_size, 1)
+    if asked is not None and not (is_whole(asked) and 1 <= asked <= drafter.block_size):
         raise ValueError(
             f"block_size is {asked}, this draft was trained for blocks of 2 to {drafter.block_size} (1: plain)"
         )

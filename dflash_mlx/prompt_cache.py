@@ -15,6 +15,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList, RotatingKVCache
 from mlx_lm.models.cache import save_prompt_cache as save_prompt_cache
 
+from .arguments import whole
 from .decode.caches import align, cached_tokens
 from .decode.drafter import as_drafter
 from .decode.lookup import TokenIndex
@@ -32,6 +33,7 @@ class PromptCache:
     """
 
     def __init__(self, model: nn.Module, draft_model: Any = None, max_kv_size: int | None = None):
+        whole("max_kv_size", max_kv_size, 1, none=True)
         self.max_kv_size = max_kv_size
         self.target = Target(model)
         self.drafter = None if draft_model is None else as_drafter(draft_model)

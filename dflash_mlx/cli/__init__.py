@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from .. import __version__
+from ..device import limit
 from ..errors import DFlashError
 
 # command -> what it does; the module of the same name has add_arguments(parser) and run(args) -> exit code
@@ -59,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return modules[args.command].run(args)
     except DFlashError as error:
         return _fail(str(error))
+    except RuntimeError as error:  # of mlx-lm's own loop, which `benchmark` and `--check` run
+        if line := limit(error):
+            return _fail(line)
+        raise
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left, e.g. `| head`
         return 0

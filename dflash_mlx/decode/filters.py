@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..arguments import number, token_ids, whole
+
 
 @dataclass(frozen=True)
 class Filters:
     """Sampling filters; the defaults filter nothing (as `mlx_lm.sample_utils.make_sampler`).
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is of another kind or out of range.
     """
 
     top_p: float = 0.0
@@ -30,16 +32,13 @@ class Filters:
     xtc_special_tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("top_p", 0.0, 1.0),
-            ("min_p", 0.0, 1.0),
-            ("min_tokens_to_keep", 1, math.inf),
-            ("top_k", 0, math.inf),
-            ("xtc_probability", 0.0, 1.0),
-            ("xtc_threshold", 0.0, 0.5),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected {low:g} to {high:g}")
+        number("top_p", self.top_p, 0, 1)
+        number("min_p", self.min_p, 0, 1)
+        whole("min_tokens_to_keep", self.min_tokens_to_keep, 1)
+        whole("top_k", self.top_k, 0)
+        number("xtc_probability", self.xtc_probability, 0, 1)
+        number("xtc_threshold", self.xtc_threshold, 0, 0.5)
+        token_ids("xtc_special_tokens", self.xtc_special_tokens)
 
     @property
     def any(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..arguments import whole
 from .drafter import Drafter, DraftRequest, Proposal, as_drafter
 
 NAME = "lookup"  # as `draft_model`
@@ -132,6 +133,8 @@ class PromptLookup:
     """
 
     def __init__(self, beside: Any = None, min_match: int | None = None, block_size: int = BLOCK_SIZE):
+        whole("min_match", min_match, 1, none=True)
+        whole("block_size", block_size, 2)
         self.draft: Drafter | None = None if beside is None else as_drafter(beside)
         shortest = min_match or (SHORTEST if self.draft is None else SHORTEST_BESIDE)
         self.lengths = tuple(shortest * multiple for multiple in MULTIPLES)

@@ -7,13 +7,13 @@ the draft, the block size or what ran before. Probabilities are float32. Knows n
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from ..arguments import number, whole
 from .filters import Filters
 
 Sampler = Callable[[mx.array], mx.array]  # log-probabilities [1, V] -> token [1]
@@ -50,8 +50,8 @@ class TokenPicker:
     _key: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temp) and self.temp >= 0):
-            raise ValueError(f"temp is {self.temp}, expected 0 or more")
+        number("temp", self.temp, 0)
+        whole("seed", self.seed, none=True)
         seed = secrets.randbits(64) if self.seed is None else self.seed
         object.__setattr__(self, "_key", str(int(seed)).encode())
 
@@ -122,5 +122,6 @@ class TokenPicker:
 
     def scores(self, logits: mx.array, coin: mx.array | None) -> mx.array:
         """Filtered log-probabilities over the temperature, `[L, V]` float32; their softmax is what is sampled."""
-        wide = logits.astype(mx.float32)
+        # An infinite logit is certain: of infinity less infinity nothing could be drawn.
+        wide = mx.minimum(logits.astype(mx.float32), mx.finfo(mx.float32).max)
         return self.filters(wide - mx.logsumexp(wide, axis=-1, keepdims=True), coin) / self.temp

@@ -18,8 +18,8 @@ class StopStrings:
     def __init__(self, stops: Sequence[str] = ()):
         if isinstance(stops, str):
             stops = [stops]
-        if any(not stop for stop in stops):
-            raise ValueError("a stop string is empty")
+        if not all(isinstance(stop, str) and stop for stop in stops):
+            raise ValueError(f"stop is {stops!r}, expected texts that are not empty")
         self.stops = list(stops)
         self.found: str | None = None
         self._held = ""

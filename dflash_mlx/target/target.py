@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from ..device import limits_told
 from ..errors import DFlashError, TargetError
 from .absorbed import absorbing
 from .check import check, hidden
@@ -169,7 +170,8 @@ class Target:
         self.embed_scale = scale if checked else 1.0
         if set(taps) <= checked:
             return
-        self.embed_scale = check(self, taps)
+        with limits_told():
+            self.embed_scale = check(self, taps)
         key = id(self.model)
         _checked[key] = (
             weakref.ref(self.model, lambda _: _checked.pop(key, None)),
