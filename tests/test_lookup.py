@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import matrix
@@ -18,6 +19,7 @@ from dflash_mlx import PromptCache, PromptLookup, generate_step, load_prompt_cac
 from dflash_mlx.decode import GenerationStats
 from dflash_mlx.decode.lookup import TokenIndex
 from dflash_mlx.generation import _tokens
+from dflash_mlx.target import Target
 
 LENGTHS = (2, 4, 8)
 PHRASE = [(11 * i + 5) % 240 for i in range(24)]
@@ -90,6 +92,22 @@ def test_tokens_that_are_not_known_match_nothing_and_are_never_proposed():
     assert index.offset == 12
 
 
+def test_a_copy_of_a_long_index_and_a_cut_do_not_index_it_anew(monkeypatch):
+    """A hit on a stored cache is copied, then the last token cut: 0.33 s at 128,000 tokens when each was anew."""
+    index = TokenIndex(LENGTHS)
+    index.extend([*PHRASE, 99, *PHRASE])
+    found = index.match(), index.continuation(9)
+    monkeypatch.setattr(TokenIndex, "extend", None)
+    copied = copy.deepcopy(index)
+    copied.trim(len(PHRASE))
+    assert (copied.tokens, copied.match()) == ([*PHRASE, 99], (0, 0))
+    assert (index.match(), index.continuation(9)) == found, "the copy is one of its own"
+    monkeypatch.undo()
+    copied.extend(PHRASE)
+    assert (copied.match(), copied.continuation(9)) == found
+    assert copied.state[0].tolist() == index.state[0].tolist()
+
+
 def test_each_token_is_indexed_once(monkeypatch):
     added, own = [], TokenIndex.extend
     monkeypatch.setattr(TokenIndex, "extend", lambda self, tokens: (added.extend(tokens), own(self, tokens))[1])
@@ -128,6 +146,8 @@ def test_plain_rounds_are_queued_ahead_until_something_matches():
     model.__class__ = Counting
     script = [*range(60), *range(10)]
     steps = generate_step(prompt, model, "lookup", max_tokens=10, logits_processors=scripted(script))
+    Target(model).check()  # once a model, by forwards of its own
+    forwards.clear()
     next(steps)
     assert len(forwards) == 3, "prompt, first token, and the next step queued ahead"
     steps.close()

@@ -27,7 +27,8 @@ MULTIPLES = (1, 2, 4)
 class TokenIndex:
     """The tokens of a text and where its runs of some lengths ended last; an entry of a cache (mlx-lm's protocol).
 
-    Adding a token costs one dictionary entry a length, a search one look-up a length, however long the text is.
+    Adding or dropping a token costs one dictionary entry a length, a search one look-up a length, however long the text
+    is; a copy copies flat tables.
 
     Args:
         lengths: ascending. offset: tokens before the first that is known.
@@ -50,9 +51,11 @@ class TokenIndex:
         """Append tokens. A run is noted when the token behind it comes, so the last run is not found as itself."""
         for token in tokens:
             end = len(self.tokens)
-            for length, ends in zip(self.lengths, self._ends, strict=True):
+            for length, ends, earlier in zip(self.lengths, self._ends, self._earlier, strict=True):
                 if length <= end:
-                    ends[hash(tuple(self.tokens[end - length :]))] = end
+                    run = hash(tuple(self.tokens[end - length :]))
+                    earlier.append(ends.get(run, 0))
+                    ends[run] = end
             self.tokens.append(token)
 
     def match(self) -> tuple[int, int]:
@@ -81,11 +84,25 @@ class TokenIndex:
         self.extend(range(-1 - len(self.tokens), -1 - len(self.tokens) - n, -1))
 
     def trim(self, n: int) -> int:
-        """Drop the last `n` tokens, which indexes the rest anew; returns how many were dropped."""
-        n = min(n, len(self.tokens))
-        if n > 0:
-            self._set(self.tokens[: len(self.tokens) - n])
+        """Drop the last `n` tokens; runs then ended last where they did before. Returns how many were dropped."""
+        n = max(0, min(n, len(self.tokens)))
+        for end in range(len(self.tokens) - 1, len(self.tokens) - n - 1, -1):
+            for length, ends, earlier in zip(self.lengths, self._ends, self._earlier, strict=True):
+                if length <= end:
+                    run = hash(tuple(self.tokens[end - length : end]))
+                    if before := earlier.pop():
+                        ends[run] = before
+                    else:
+                        del ends[run]
+        del self.tokens[len(self.tokens) - n :]
         return n
+
+    def __deepcopy__(self, memo: Any) -> TokenIndex:
+        copy = TokenIndex.__new__(TokenIndex)
+        copy.lengths, copy.tokens = self.lengths, self.tokens.copy()
+        copy._ends = [ends.copy() for ends in self._ends]
+        copy._earlier = [earlier.copy() for earlier in self._earlier]
+        return copy
 
     def is_trimmable(self) -> bool:
         return True
@@ -119,7 +136,9 @@ class TokenIndex:
 
     def _set(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
-        self._ends: list[dict[int, int]] = [{} for _ in self.lengths]  # hash of a run -> index behind its last place
+        # Of each length: hash of a run -> index behind its last place; and run by run the value it had before.
+        self._ends: list[dict[int, int]] = [{} for _ in self.lengths]
+        self._earlier: list[list[int]] = [[] for _ in self.lengths]
         self.extend(tokens)
 
 
