@@ -17,7 +17,8 @@ class Family:
     """One module of `mlx_lm.models`.
 
     Attributes:
-        status: "verified", "refused" or "not built"; reason: why, where it is not verified.
+        status: "verified", "lookup only" (no taps are to be had, so prompt lookup and other drafters that want none
+            drive it, no DFlash draft), "refused" or "not built"; reason: why, where it is not verified.
         caches: cache classes it uses. mlx_lm: version that was tested.
     """
 

@@ -79,8 +79,11 @@ def check_fit(draft: DraftConfig, target: TargetFacts, draft_name: str) -> None:
         )
 
 
-def check_family(name: str, config: Mapping[str, Any]) -> None:
+def check_family(name: str, config: Mapping[str, Any], taps: bool = True) -> None:
     """Raise `TargetError` by family name unless mlx-lm has this model and its caches can be rewound.
+
+    Args:
+        taps: whether the drafter wants any; a family without can still be driven by prompt lookup.
 
     Builds the model without weights, which costs no memory: MLX arrays stay unevaluated.
     """
@@ -95,10 +98,9 @@ def check_family(name: str, config: Mapping[str, Any]) -> None:
     except (ValueError, KeyError, TypeError, AttributeError):  # the last two: a type that is no name
         raise TargetError(f"{name}: mlx-lm has no model type {brief(family)}") from None
     known = families().get(model_class.__module__.rpartition(".")[2])
-    if known is not None and known.status == "refused":
-        raise TargetError(
-            f"{name}: no draft can drive a {known.name} model: {known.reason}; run it without one (--draft-model none)"
-        )
+    if known is not None and known.status in ("refused", *(["lookup only"] if taps else [])):
+        remedy = "run it without one (--draft-model none)" if known.status == "refused" else "try --draft-model lookup"
+        raise TargetError(f"{name}: no draft can drive a {known.name} model: {known.reason}; {remedy}")
     try:
         skeleton: nn.Module = model_class(args_class.from_dict(dict(config)))
     except Exception as error:  # mlx-lm takes any config and raises what it likes

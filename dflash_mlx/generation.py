@@ -173,7 +173,7 @@ def _tokens(
         target.check_quantizable(target_cache, kv_group_size)
     if drafter is not None:
         target.require_rewindable(target_cache)
-        target.check_taps(drafter.target_layer_ids)
+        target.check(drafter.target_layer_ids)
         draft = getattr(drafter.draft if isinstance(drafter, PromptLookup) else drafter, "draft", None)
         if isinstance(draft, DFlashDraftModel):
             check_fit(draft.config, TargetFacts.from_model(target), "draft_model")

@@ -154,7 +154,7 @@ def plan(
         _take(result, str(draft_model), draft_revision, config_folder, config)
     if result.lookup:
         if result.draft is None:
-            check_family(model, config)
+            check_family(model, config, taps=False)
             result.lookup_alone()
         result.notes.append("prompt lookup: where the text repeats itself, proposals are copied from it")
     return result
@@ -333,4 +333,4 @@ def _check_on(model: nn.Module, config: DraftConfig, name: str) -> None:
     target = Target(model)
     target.require_rewindable(target.make_cache())
     check_fit(config, TargetFacts.from_model(target), name)
-    target.check_taps(config.target_layer_ids)
+    target.check(config.target_layer_ids)

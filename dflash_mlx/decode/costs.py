@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
+
+from ..target.structure import named_modules
 
 SAMPLES = 12  # latest rounds of a width that its cost is taken from
 TRUSTED = 3  # samples from which a cost is worth keeping on disk, and as many it then stands for
@@ -167,10 +168,13 @@ def describe_pair(target: Any, draft: Any, way: Sequence[str]) -> str:
             model = model.draft  # a drafter around it
         if not isinstance(model, nn.Module):
             return type(model).__name__
-        arrays = [array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))]
+        layers = list(getattr(model, "layers", ()))
+        # The first and the last layer stand for all: a walk through each of them takes milliseconds at every call.
+        held = (item for _, part in named_modules(model, closed=layers[1:-1]) for item in part.items())
+        arrays = [value for key, value in held if isinstance(value, mx.array) and not key.startswith("_")]
         dtypes = sorted({str(array.dtype).removeprefix("mlx.core.") for array in arrays})
         name, window = type(model).__module__.rpartition(".")[2], getattr(model, "context_window", None)
-        size = f"{name} {sum(a.nbytes for a in arrays)} bytes {'+'.join(dtypes)}"
+        size = f"{name} {len(layers)} layers {sum(a.nbytes for a in arrays)} bytes {'+'.join(dtypes)}"
         return f"{size} window {window}" if window else size
 
     return ", ".join([f"target {form(target)}", f"draft {form(draft)}", *way])

@@ -11,7 +11,7 @@ evaluated. Found by structure; knows no family by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, cast
@@ -22,13 +22,15 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import CacheList, KVCache
 
 from .intercept import Handler
+from .structure import members
 
 ATTEND = scaled_dot_product_attention.__name__
 
 
-def absorbing(model: nn.Module) -> list[tuple[nn.Module, Handler]]:
-    """Handlers by which every latent attention of a model takes the absorbed form where that is cheaper."""
-    return [(module, _absorb) for module in model.modules() if "embed_q" in module and "unembed_out" in module]
+def absorbing(layers: Sequence[nn.Module]) -> list[tuple[nn.Module, Handler]]:
+    """Handlers by which every latent attention of these layers takes the absorbed form where that is cheaper."""
+    parts = [part for layer in layers for part in members(layer)]
+    return [(part, _absorb) for part in parts if "embed_q" in part and "unembed_out" in part]
 
 
 def absorbed_is_cheaper(rows: int, context: int, rank: int, head: int) -> bool:

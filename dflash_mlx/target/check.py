@@ -1,4 +1,4 @@
-"""Proof, at load, that a target is understood: taps, embedding and head are what they should be.
+"""Proof, at load, that a target is understood: its blocks are its single steps, and taps, embedding and head are right.
 
 A few forwards of one and two dummy tokens. Knows `Target`; a family is never trusted by its name, but two are
 refused by it, because mlx-lm itself is wrong there in a way that a short check can't show.
@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx import nn
 
 from .intercept import intercept
+from .rewind import recurrent
 from .structure import array_arguments
 
 if TYPE_CHECKING:
@@ -48,11 +49,34 @@ def hidden(output: Any) -> mx.array:
     return output[0] if isinstance(output, tuple) else output
 
 
-def check(target: Target, taps: Sequence[int]) -> float:
+def check_blocks(target: Target) -> None:
+    """Check that a block is computed as single steps are: the first row of two as a single row, and a layer with
+    recurrent state, which runs again when a round is cut, to the same result.
+
+    Needs no taps, head or embedding, so it holds for every drafter.
+
+    Raises:
+        TargetError: something is not what it should be; the text says what.
+    """
+    if reason := INCONSISTENT.get(target.name):
+        raise target.refusal(reason)
+    ids = mx.array([[0, 1]])
+    replayed = target.layers if any(map(recurrent, target.make_cache())) else []
+    seen = {i: _Seen() for i in range(len(replayed))}
+    with intercept([(target.layers[i], calls) for i, calls in seen.items()]):
+        logits = target.model(ids, cache=None)
+    for i, calls in seen.items():
+        _check_repeats(target, i, calls)
+    single = target.model(ids[:, :1], cache=None)
+    if _distance(single[:, :1], logits[:, :1]) > (0.1 if logits.dtype != mx.float32 else 1e-2):
+        raise target.refusal("it computes a row differently when another follows")
+
+
+def check_taps(target: Target, taps: Sequence[int]) -> float:
     """Check taps, head and embedding of a target.
 
     The output of a tapped layer must be what the next layer is called with, and what the layer returns when it is
-    run by hand on the same inputs; the first row of two must be computed as a single row is.
+    run by hand on the same inputs.
 
     Returns:
         The factor between the embedding table and layer 0.
@@ -60,8 +84,6 @@ def check(target: Target, taps: Sequence[int]) -> float:
     Raises:
         TargetError: something is not what it should be; the text says what.
     """
-    if reason := INCONSISTENT.get(target.name):
-        raise target.refusal(reason)
     ids = mx.array([[0, 1]])
     seen = {i: _Seen() for i in {0, *taps, *(i + 1 for i in taps if i + 1 < len(target.layers))}}
     normed: list[Any] = []
@@ -76,9 +98,6 @@ def check(target: Target, taps: Sequence[int]) -> float:
         _check_tap(target, i, seen)
     if not _equal(target.head(hidden(normed[0])), logits):
         raise target.refusal("its head could not be found")
-    single = target.model(ids[:, :1], cache=None)
-    if _distance(single[:, :1], logits[:, :1]) > (0.1 if logits.dtype != mx.float32 else 1e-2):
-        raise target.refusal("it computes a row differently when another follows")
     return _scale(target.embed_tokens(ids), seen[0].inputs[0], target.inner)
 
 
@@ -90,10 +109,14 @@ def _check_tap(target: Target, i: int, seen: dict[int, _Seen]) -> None:
     if not isinstance(out, mx.array) or out.ndim != 3 or out.shape[-1] != target.hidden_size:
         shape = getattr(out, "shape", type(out).__name__)
         raise target.refusal(f"layer {i} returns {shape}, not one hidden state a token")
-    if calls.by_hand and not _equal(out, hidden(calls.by_hand[0])):
-        raise target.refusal(f"layer {i} returns something else when it is run again")
+    _check_repeats(target, i, calls)
     if i + 1 in seen and not any(x.shape == out.shape and _equal(x, out) for call in seen[i + 1].inputs for x in call):
         raise target.refusal(f"the output of layer {i} is not what layer {i + 1} is given")
+
+
+def _check_repeats(target: Target, i: int, calls: _Seen) -> None:
+    if calls.by_hand and not _equal(hidden(calls.outputs[0]), hidden(calls.by_hand[0])):
+        raise target.refusal(f"layer {i} returns something else when it is run again")
 
 
 def _equal(a: mx.array, b: mx.array) -> bool:

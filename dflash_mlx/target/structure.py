@@ -1,11 +1,12 @@
 """Where a model keeps its parts, found by structure: paths of modules and who is called with the token ids.
 
-Knows mlx modules, no family by name.
+Knows mlx modules, no family by name. Looked for at every call, so that nothing found can be out of date: the search
+does not enter the decoder layers, and what is left is a dozen modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,9 +20,10 @@ def find_inner(model: nn.Module, layers: Sequence[nn.Module]) -> nn.Module | Non
 
     Its output is the normed hidden state that the head reads.
     """
-    modules, path = dict(model.named_modules()), _path(model, layers)
+    modules = dict(named_modules(model, layers))
+    path = next((name for name, module in modules.items() if layers and module is layers[-1]), None)
     while path is not None:
-        if path in modules and _embeddings(model, path, layers):
+        if path in modules and _embeddings(modules, path):
             return modules[path]
         path = path.rpartition(".")[0] if path else None
     return None
@@ -29,8 +31,8 @@ def find_inner(model: nn.Module, layers: Sequence[nn.Module]) -> nn.Module | Non
 
 def find_embedding(model: nn.Module, inner: nn.Module, layers: Sequence[nn.Module]) -> nn.Module | None:
     """The embedding that is called with the token ids (others may hold positions); nothing is evaluated."""
-    path = next(name for name, module in model.named_modules() if module is inner)
-    candidates = _embeddings(model, path, layers)
+    modules = dict(named_modules(model, layers))
+    candidates = _embeddings(modules, next(name for name, module in modules.items() if module is inner))
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     ids, called = mx.array([[0, 1]]), []
@@ -44,24 +46,36 @@ def find_embedding(model: nn.Module, inner: nn.Module, layers: Sequence[nn.Modul
     return next((module for module, x in called if x is ids), candidates[0])
 
 
+def named_modules(model: nn.Module, closed: Sequence[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """All modules with their paths, but nothing inside those that are `closed`.
+
+    mlx's own walk maps every array on its way, which takes milliseconds on a deep model.
+    """
+    shut = {id(module) for module in closed}
+    waiting: list[tuple[str, Any]] = [("", model)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, nn.Module):
+            yield path, value
+            if id(value) in shut:
+                continue
+        members = value.items() if isinstance(value, dict) else enumerate(value)
+        prefix = f"{path}." if path else ""
+        waiting += [(f"{prefix}{name}", member) for name, member in members if isinstance(member, (dict, list))]
+
+
+def members(module: nn.Module) -> list[nn.Module]:
+    """The modules directly in a module, or in a list of it."""
+    values = [part for value in module.values() for part in (value if isinstance(value, list) else [value])]
+    return [value for value in values if isinstance(value, nn.Module)]
+
+
 def array_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[mx.array]:
     """The arrays among the arguments of a call, in order."""
     return [value for value in (*args, *kwargs.values()) if isinstance(value, mx.array)]
 
 
-def _path(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:
-    """Path of the last layer."""
-    return next((name for name, module in model.named_modules() if layers and module is layers[-1]), None)
-
-
-def _embeddings(model: nn.Module, below: str, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Embedding tables below a path and outside the layers."""
-    inside = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
+def _embeddings(modules: dict[str, nn.Module], below: str) -> list[nn.Module]:
+    """Embedding tables below a path."""
     prefix = f"{below}." if below else ""
-    return [
-        module
-        for name, module in model.named_modules()
-        if name.startswith(prefix)
-        and hasattr(module, "as_linear")
-        and not any(name.startswith(f"{layer}.") for layer in inside)
-    ]
+    return [module for name, module in modules.items() if name.startswith(prefix) and hasattr(module, "as_linear")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
@@ -20,14 +21,39 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from ..device import limits_told
 from ..errors import DFlashError, TargetError
 from .absorbed import absorbing
-from .check import check, hidden
+from .check import check_blocks, check_taps, hidden
 from .intercept import Handler, intercept
 from .pinned import pinned_masks
 from .rewind import Rewinder, receivers, recurrent, unsupported
 from .structure import find_embedding, find_inner
 
-# Taps already checked on a model: the check costs one small forward, so it runs once a model.
-_checked: dict[int, tuple[weakref.ref, set[int], float]] = {}
+
+@dataclass
+class _Proof:
+    """What was proven of a model by running it, while its parts are still the same objects; it keeps none alive.
+
+    Attributes:
+        blocks: whether several rows are computed as single ones; rewindable: whether its own caches are.
+        taps: layers whose outputs were checked, with embedding and head; embed_scale: found with them.
+    """
+
+    model: weakref.ref
+    layers: list[weakref.ref]
+    blocks: bool = False
+    rewindable: bool = False
+    taps: set[int] = field(default_factory=set)
+    embed_scale: float = 1.0
+
+    def holds(self, target: Target) -> bool:
+        """Whether it is about this model as it is now (whatever is wrapped inside a layer leaves the layer itself)."""
+        return (
+            self.model() is target.model
+            and len(self.layers) == len(target.layers)
+            and all(ours() is theirs for ours, theirs in zip(self.layers, target.layers, strict=True))
+        )
+
+
+_proofs: dict[int, _Proof] = {}  # id(model) -> the proof costs a few small forwards, so it is made once a model
 
 
 class Target:
@@ -90,7 +116,7 @@ class Target:
         """
         if kind := unsupported(caches):
             raise self.refusal(f"its {kind} can't be rewound")
-        if not any(map(recurrent, caches)):
+        if not any(map(recurrent, caches)) or (proof := self._proof()).rewindable:
             return
         fresh = self.make_cache()
         owned: set[int] = set()
@@ -103,6 +129,7 @@ class Target:
             self.model(mx.array([[0, 1]]), cache=fresh)
         if missing := [i for i, cache in enumerate(fresh) if recurrent(cache) and i not in owned]:
             raise self.refusal(f"no layer is given its recurrent cache {missing[0]}, so it can't be replayed")
+        proof.rewindable = True
 
     def forward(
         self,
@@ -140,7 +167,7 @@ class Target:
     @cached_property
     def latent_attention(self) -> list[tuple[nn.Module, Handler]]:
         """Handlers that let a block take the cheaper form of latent attention, empty for other models."""
-        return absorbing(self.model)
+        return absorbing(self.layers)
 
     def embed(self, ids: mx.array) -> mx.array:
         """Embeddings as they enter layer 0, scale included: `[B, L]` to `[B, L, H]`."""
@@ -156,28 +183,33 @@ class Target:
         """What takes these caches back when part of a round is not kept."""
         return Rewinder(caches, self.layers)
 
-    def check_taps(self, taps: Sequence[int]) -> None:
-        """Prove that tap i is the output of layer i and that `embed` and `head` are right; once a model and tap.
+    def check(self, taps: Sequence[int] = ()) -> None:
+        """Prove that blocks are computed as single steps are, that tap i is the output of layer i, and with taps that
+        `embed` and `head` are right; once a model and tap.
 
         Raises:
-            TargetError: a tap is out of range or is not what it should be.
+            TargetError: a tap is out of range, or something is not what it should be.
         """
         if bad := [i for i in taps if not 0 <= i < len(self.layers)]:
             raise TargetError(f"target {self.name} has {len(self.layers)} layers, tap {bad[0]} does not exist")
-        reference, checked, scale = _checked.get(id(self.model), (None, set(), 1.0))
-        if reference is None or reference() is not self.model:
-            checked = set()
-        self.embed_scale = scale if checked else 1.0
-        if set(taps) <= checked:
-            return
-        with limits_told():
-            self.embed_scale = check(self, taps)
+        proof = self._proof()
+        if not proof.blocks:
+            with limits_told():
+                check_blocks(self)
+            proof.blocks = True
+        if not set(taps) <= proof.taps:
+            with limits_told():
+                proof.embed_scale = check_taps(self, taps)
+            proof.taps |= set(taps)
+        self.embed_scale = proof.embed_scale
+
+    def _proof(self) -> _Proof:
+        """What is proven of this model so far."""
         key = id(self.model)
-        _checked[key] = (
-            weakref.ref(self.model, lambda _: _checked.pop(key, None)),
-            checked | set(taps),
-            self.embed_scale,
-        )
+        if key not in _proofs or not _proofs[key].holds(self):
+            forget = weakref.ref(self.model, lambda _: _proofs.pop(key, None))
+            _proofs[key] = _Proof(forget, [weakref.ref(layer) for layer in self.layers])
+        return _proofs[key]
 
     @cached_property
     def inner(self) -> nn.Module:
