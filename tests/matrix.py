@@ -1,8 +1,8 @@
 """The family matrix: every causal language model of the installed mlx-lm, built tiny, driven by drafts.
 
-`python tests/matrix.py --write [family ...]` runs it in full and writes `dflash_mlx/families.json`, which
-`dflash-mlx models --families` shows; `test_families.py` runs a shorter form and compares. `families.json` here holds
-the configs; a module of mlx-lm that is not in it is reported by a test.
+`python tests/matrix.py --write [--batch] [family ...]` runs it in full (or the batches alone) and writes
+`dflash_mlx/families.json`, which `dflash-mlx models --families` shows; `test_families.py` runs a shorter form and
+compares. `families.json` here holds the configs; a module of mlx-lm that is not in it is reported by a test.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from typing import Any
 
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")  # on a CPU each traced shape costs a run of the C++ compiler
 
+import batch_matrix
 import mlx.core as mx
 import mlx_lm.models
 from mlx import nn
-from mlx_lm.models.cache import CacheList, make_prompt_cache
-from random_weights import randomise
+from mlx_lm.models.cache import make_prompt_cache
+from random_weights import randomise, slow
 from scripted import ScriptedDrafter, plain_tokens
 
 from dflash_mlx import TargetError, generate_step
 from dflash_mlx.check import compare_with_plain
 from dflash_mlx.decode import GenerationStats
+from dflash_mlx.decode.caches import cache_names
 from dflash_mlx.draft import DFlashDraftModel, DraftConfig
 from dflash_mlx.generation import _tokens
 from dflash_mlx.target import Target
@@ -54,22 +56,16 @@ def modules() -> list[str]:
     return sorted(info.name for info in pkgutil.iter_modules(mlx_lm.models.__path__))
 
 
+def batched(name: str, full: bool = False) -> str:
+    """What requests of this family say in a batch, see `batch_matrix`."""
+    return batch_matrix.verdict(slow(build(name)), full)
+
+
 def build(name: str, seed: int = 0) -> nn.Module:
     """A tiny random float32 model of a module."""
     source = importlib.import_module(f"mlx_lm.models.{name}")
     model = source.Model(source.ModelArgs.from_dict(copy.deepcopy(CONFIGS[name]["config"])))
     return randomise(model, seed)
-
-
-def cache_names(caches: list[Any]) -> list[str]:
-    """Distinct cache classes, members of lists included."""
-
-    def name(cache: Any) -> str:
-        if isinstance(cache, CacheList):
-            return f"CacheList({', '.join(map(name, cache.caches))})"
-        return type(cache).__name__
-
-    return sorted({name(cache) for cache in caches})
 
 
 def run(name: str, full: bool = False) -> Outcome:
@@ -159,15 +155,22 @@ def prompt_of(n: int) -> list[int]:
 
 def main() -> None:
     names = [name for name in sys.argv[1:] if not name.startswith("-")] or sorted(CONFIGS)
+    old = json.loads(TABLE.read_text())["families"]
     table = {}
     for name in names:
         start = time.perf_counter()
-        try:
-            outcome = run(name, full=True)
-        except AssertionError as error:
-            outcome = Outcome("WRONG", str(error)[:300])
-        table[name] = {key: value for key, value in dataclasses.asdict(outcome).items() if value}
-        print(f"{name}: {outcome.status} {outcome.reason or ''} ({time.perf_counter() - start:.1f} s)", flush=True)
+        if "--batch" in sys.argv:
+            row = dict(old[name])
+        else:
+            try:
+                outcome = run(name, full=True)
+            except AssertionError as error:
+                outcome = Outcome("WRONG", str(error)[:300])
+            row = dataclasses.asdict(outcome)
+        row["batch"] = None if "skip" in CONFIGS[name] else batched(name, full=True)
+        table[name] = {key: row[key] for key in ("status", "reason", "batch", "caches") if row.get(key)}
+        seconds = time.perf_counter() - start
+        print(f"{name}: {row['status']} {row.get('reason') or ''}, batch: {row['batch']} ({seconds:.1f} s)", flush=True)
     counts = {
         status: sum(row["status"] == status for row in table.values())
         for status in ("verified", "lookup only", "refused", "not built", "WRONG")
@@ -176,8 +179,7 @@ def main() -> None:
     if "--write" in sys.argv:
         import mlx_lm
 
-        old = json.loads(TABLE.read_text())["families"] if len(table) < len(CONFIGS) else {}
-        rows = dict(sorted({**old, **table}.items()))
+        rows = {name: row for name, row in sorted({**old, **table}.items()) if name in CONFIGS}
         TABLE.write_text(json.dumps({"mlx_lm": mlx_lm.__version__, "families": rows}, indent=1) + "\n")
 
 

@@ -31,6 +31,29 @@ def test_family(name):
     assert outcome.caches == row["caches"]
 
 
+@pytest.mark.parametrize("name", BUILT)
+def test_what_requests_say_in_a_batch(name):
+    verdict, known = matrix.batched(name), TABLE["families"][name]["batch"]
+    assert (verdict == "verified") == (known == "verified"), f"{verdict}: run tests/matrix.py --write --batch"
+
+
+WRAPPERS = [name for name in BUILT if "text_config" in matrix.CONFIGS[name]["config"]]
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_serve_and_benchmark(name, tmp_path):
+    command_matrix.run(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_arguments_of_the_text_model_are_found(name):
+    model, text = matrix.build(name), matrix.CONFIGS[name]["config"]["text_config"]
+    assert argument(model, "vocab_size") == text["vocab_size"]
+    assert argument(model, "nonsense") is None
+    with pytest.raises(DFlashError, match=f"vocabulary ends at {text['vocab_size'] - 1}"):
+        Target(model).check_ids(mx.array([text["vocab_size"]]))
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_targets_of_published_drafts_are_verified(name):
     assert TABLE["families"][name]["status"] == "verified"

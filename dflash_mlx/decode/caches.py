@@ -24,6 +24,17 @@ def _flat(caches: Sequence[Any]) -> Iterator[Any]:
         yield from _flat(cache.caches) if isinstance(cache, CacheList) else (cache,)
 
 
+def cache_names(caches: Sequence[Any]) -> list[str]:
+    """Distinct classes of a model's cache entries, members of lists included."""
+
+    def name(cache: Any) -> str:
+        if isinstance(cache, CacheList):
+            return f"CacheList({', '.join(map(name, cache.caches))})"
+        return type(cache).__name__
+
+    return sorted({name(cache) for cache in caches})
+
+
 def align(draft_cache: Sequence[Any], length: int) -> None:
     """Bring a draft's caches to `length` tokens: surplus is cut, rows that are missing are passed over.
 

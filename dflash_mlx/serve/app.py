@@ -96,6 +96,6 @@ def _announce(args: argparse.Namespace, engine: Engine, server: Server) -> None:
     )
     draft = f"draft {provider.public_draft}, {block}" if provider.public_draft else "no draft"
     host = f"[{args.host}]" if ":" in args.host else args.host
-    many = "batched without the draft" if provider.is_batchable else "one at a time"
+    many = f"one at a time ({provider.one_by_one})" if provider.one_by_one else "batched without the draft"
     print(f"{provider.public_name}, {draft}; several requests at once run {many}", file=sys.stderr)
     print(f"serving on http://{host}:{server.server_address[1]}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)

@@ -198,22 +198,19 @@ class Engine(ResponseGenerator):
         except Empty:
             return
 
-    def _shares(self, job: Job) -> bool:
-        """Whether this job can be in a batch."""
-        return self.provider.is_batchable and job.args.seed is None and not job.solo
-
-    def _others_wait(self, job: Job) -> bool:
-        """Whether the next in line could share a batch with this job."""
+    def _others_wait(self) -> bool:
+        """Whether there is another job to share a batch with."""
         self._admit()
         while self.waiting and self.waiting[0].cancelled:
             self._end(self.waiting.popleft(), "cancelled")
-        return bool(self.waiting) and self._shares(job) and self._shares(self.waiting[0])
+        return bool(self.waiting) and not self.provider.one_by_one
 
     def _run_next(self, job: Job, start: Hit | None = None) -> None:
         if job.cancelled:
             return self._end(job, "cancelled")
         company = self.provider.cuttable and time.monotonic() < self.company_until  # a lone one can go back
-        if self._shares(job) and start is None and (company or not self.alone.drafts(job) or self._others_wait(job)):
+        shares = not self.provider.one_by_one and start is None
+        if shares and (company or not self.alone.drafts(job) or self._others_wait()):
             return self._join(job)
         self.running = job
         try:
@@ -230,7 +227,7 @@ class Engine(ResponseGenerator):
             self.running = None
 
     def _run_batch(self, batch: Batch) -> None:
-        while self.waiting and (self.waiting[0].cancelled or self._shares(self.waiting[0])):
+        while self.waiting:
             job = self.waiting.popleft()
             if job.cancelled:
                 self._end(job, "cancelled")
@@ -240,11 +237,10 @@ class Engine(ResponseGenerator):
             for job in batch.step():
                 self._end(job, "ok" if job.done else "cancelled")
         except Exception as error:
-            log.exception("a batch of %d failed (%s); its jobs go on one by one", len(batch.jobs), error)
+            log.exception("a batch of %d failed (%s); requests run one by one from now on", len(batch.jobs), error)
+            self.provider.one_by_one = "a batch failed"
             self._leave_batch()
-            for job in reversed(batch.jobs.values()):
-                job.solo = True
-                self.waiting.appendleft(job)
+            self.waiting.extendleft(reversed(batch.jobs.values()))
             return
         if batch.lone_steps < LONE_STEPS:
             self.company_until = time.monotonic() + COMPANY_SECONDS

@@ -13,13 +13,15 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from mlx_lm.server import ModelProvider
 
 from .. import __version__
+from ..decode.caches import cache_names
 from ..errors import DFlashError
+from ..families import families
 from ..loading import Plan, fetch_target
 from .disk import FORMAT
 
 DEFAULT = "default_model"  # mlx-lm's name for the model of the command line
-# Families whose caches merge, but whose batched prefill does not equal the single one.
-UNBATCHED = {"nemotron_h": "its mixer ignores the lengths of padded rows"}
+# Families whose requests do not say in a batch what they say alone, and what goes wrong.
+UNBATCHED = {family.name: family.batch for family in families().values() if family.batch != "verified"}
 
 
 class Provider(ModelProvider):
@@ -29,6 +31,7 @@ class Provider(ModelProvider):
         block_size: of a request that does not say, at most; 1 without a draft.
         pinned: that block where the command line says so; None lets each round choose.
         cuttable: whether the target's caches can drop their last rows (recurrent and rotating ones can't, always).
+        one_by_one: why requests do not share a batch, "" where they do.
     """
 
     model: Any  # mlx-lm's constructor sets them to None
@@ -40,6 +43,7 @@ class Provider(ModelProvider):
         super().__init__(args)
         self.plan = plan
         self.cuttable = False
+        self.one_by_one = ""
 
     @property
     def block_size(self) -> int:
@@ -90,12 +94,22 @@ class Provider(ModelProvider):
         self.model_key = (model_path, adapter_path, self.plan.draft)
         caches = make_prompt_cache(self.model)
         self.cuttable = all(map(_always_cuttable, caches))
-        self.is_batchable = (
-            args.decode_concurrency > 1
-            and args.kv_bits is None
-            and getattr(self.model, "model_type", None) not in UNBATCHED
-            and all(hasattr(cache, "merge") for cache in caches)
-        )
+        self.one_by_one = self._why_one_by_one(caches)
+
+    def _why_one_by_one(self, caches: list[Any]) -> str:
+        """Only what was measured is batched: this family with these cache classes in this version of mlx-lm."""
+        args = self.cli_args
+        package, _, family = type(self.model).__module__.rpartition(".")
+        known = families().get(family) if package == "mlx_lm.models" else None
+        if args.decode_concurrency == 1:
+            return "--decode-concurrency 1"
+        if args.kv_bits is not None:
+            return "quantised caches can't be batched"
+        if known is None or not set(cache_names(caches)) <= set(known.caches):
+            return f"{family} with these caches was not tested in a batch"
+        if known.mlx_lm != mlx_lm.__version__:
+            return f"batches were tested with mlx-lm {known.mlx_lm}, this is {mlx_lm.__version__}"
+        return f"{family} in a batch: {UNBATCHED[family]}" if family in UNBATCHED else ""
 
     def fingerprint(self) -> str:
         """What caches on disk must have been made with: both models' files by name, size and time, code and flags."""
