@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -124,23 +123,6 @@ def test_a_running_reply_is_handed_over_and_comes_back_to_the_draft(server):
     assert short["dflash"]["ran"] == "batch", "it did not wait for the long one"
 
 
-def test_seeded_requests_wait_their_turn_in_order(server):
-    order, lock = [], threading.Lock()
-
-    def ask(i):
-        server.complete("def s(", max_tokens=12, seed=i, temperature=0.5)
-        with lock:
-            order.append(i)
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.05)
-    for thread in threads:
-        thread.join()
-    assert order == sorted(order)
-
-
 def test_too_many_waiting_requests_are_told_so():
     with ServerProcess("--model", "demo", "--max-queue", "2", "--decode-concurrency", "1") as process:
         held = [send(process, LONG)]
@@ -178,7 +160,24 @@ def whole(engine, prompt, **fields):
     return Completion(engine, {"prompt": prompt, "max_tokens": 24, **fields}, "text").whole(lambda: False)
 
 
-def test_a_batch_that_fails_goes_on_one_by_one(engine, monkeypatch):
+def test_a_seeded_request_stops_no_other_and_says_the_same_in_company(engine):
+    from dflash_mlx.serve.completion import Completion
+    from dflash_mlx.serve.job import Piece
+
+    seeded = {"max_tokens": 120, "seed": 5, "temperature": 0.8, "logit_bias": {"0": -100}}
+    expected = whole(engine, "class Long:\n", **seeded)["choices"][0]["text"]
+    long = Completion(engine, {"prompt": "class Long:\n", **seeded}, "text")
+    pieces = long.pieces(lambda: False)
+    text = "".join(next(piece.text for piece in pieces if isinstance(piece, Piece)) for _ in range(2))
+    short = whole(engine, "def short(", max_tokens=4, seed=6, temperature=0.8)
+    assert not long.job.done, "the short one waited"
+    text += "".join(piece.text for piece in pieces if isinstance(piece, Piece))
+    assert text == expected
+    assert "batch" in short["dflash"]["ran"]
+    assert "batch" in long.job.report.ways
+
+
+def test_a_batch_that_fails_goes_on_one_by_one_and_is_the_last(engine, monkeypatch, caplog):
     from dflash_mlx.serve.batch import Batch
 
     prompts = [f"def f{i}(" for i in range(4)]
@@ -187,16 +186,18 @@ def test_a_batch_that_fails_goes_on_one_by_one(engine, monkeypatch):
 
     def broken(self):
         steps.append(len(self.jobs))
-        if len(steps) == 9:
-            raise RuntimeError("out of memory")
+        if len(steps) >= 9:
+            raise RuntimeError("the mask does not fit")
         return step(self)
 
     monkeypatch.setattr(Batch, "step", broken)
-    with ThreadPoolExecutor(4) as pool:
-        replies = list(pool.map(lambda prompt: whole(engine, prompt), prompts))
-    assert len(steps) >= 9
-    assert [reply["choices"][0]["text"] for reply in replies] == expected
-    assert any("batch+dflash" in reply["dflash"]["ran"] for reply in replies)
+    for meeting in range(2):
+        with ThreadPoolExecutor(4) as pool:
+            replies = list(pool.map(lambda prompt: whole(engine, prompt), prompts))
+        assert [reply["choices"][0]["text"] for reply in replies] == expected
+        assert any("batch+dflash" in reply["dflash"]["ran"] for reply in replies) == (meeting == 0)
+    assert len(steps) == 9
+    assert sum("one by one from now on" in record.message for record in caplog.records) == 1
 
 
 def test_an_exception_in_one_request_ends_only_that_one(engine, monkeypatch):

@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.server import _make_logits_processors
 
 from ..decode import as_drafter
 from ..decode.sampling import LogitsProcessor
@@ -17,6 +16,7 @@ from ..generation import generate_step
 from .cache import CacheStore, Hit
 from .errors import ClientGone
 from .job import Job, Piece, Progress
+from .picking import filters, processors
 from .provider import Provider
 
 
@@ -37,7 +37,7 @@ class Alone:
         provider: Provider,
         store: CacheStore,
         stream: mx.Stream,
-        others_wait: Callable[[Job], bool],
+        others_wait: Callable[[], bool],
         stopping: Callable[[], bool],
     ):
         self.provider, self.store, self.stream = provider, store, stream
@@ -58,11 +58,16 @@ class Alone:
             start: caches of a batch that it comes from; by default the store is asked.
 
         Returns:
-            The caches to go on from in a batch, or None when it is done. Raises `ClientGone`.
+            The caches to go on from in a batch, or None when it is done.
+
+        Raises:
+            ClientGone: nobody waits any more; what was fed is in the store.
         """
         drafts, stats = self.drafts(job), job.report.stats
         job.report.start("dflash" if drafts else "plain")
         hit = start or self.store.fetch(job.tokens)
+        if start is None:
+            job.stored = hit.held
         if not job.emitted and start is None:
             job.report.cached = hit.held
         target = hit.target or make_prompt_cache(self.provider.model)
@@ -82,7 +87,7 @@ class Alone:
                 self.store.insert(job.tokens[: fed[0]], *copy.deepcopy(parts()))
             self._check(job)
             job.send(Progress(fed[0], len(job.prompt)))
-            if drafts and self.others_wait(job):
+            if drafts and self.others_wait():
                 raise _HandOver
 
         rest = job.tokens[hit.held :]
@@ -102,26 +107,32 @@ class Alone:
             **self._options(job, hit.held, drafts),
         )
         last: Piece | None = None
-        with closing(steps):
-            try:
+        gone: ClientGone | None = None
+        try:
+            with closing(steps):
                 for token, logprobs, _ in steps:
                     piece = job.advance(token, logprobs)
+                    fed[0] = len(job.tokens) - (1 if drafts else 0)
                     if piece.finish_reason:
                         last = piece
                         break
                     job.send(piece)
                     self._check(job)
-                    if drafts and not stats.draft_broken and self.others_wait(job):
+                    if drafts and not stats.draft_broken and self.others_wait():
                         break
-            except _HandOver:
-                return Hit(parts()[0], None, fed[0])
-        held = len(job.tokens) - (1 if drafts else 0)
-        target, rows = parts()
-        if last is None:
-            return Hit(target, None, held)
-        job.send(last)
-        if not stats.draft_broken:
-            self.store.insert(job.tokens[:held], target, rows)
+        except _HandOver:
+            pass
+        except ClientGone as error:
+            gone = error
+        target, rows = parts()  # settled: they hold the first `fed[0]` tokens
+        if last is None and gone is None:
+            return Hit(target, None, fed[0])
+        if last is not None:
+            job.send(last)
+        if not stats.draft_broken and fed[0] > job.stored:
+            self.store.insert(job.tokens[: fed[0]], target, rows)
+        if gone is not None:
+            raise gone
         return None
 
     def _check(self, job: Job) -> None:
@@ -129,19 +140,13 @@ class Alone:
             raise ClientGone
 
     def _options(self, job: Job, held: int, drafts: bool) -> dict[str, Any]:
-        cli, sampling = self.provider.cli_args, job.args.sampling
-        tokenizer = self.provider.tokenizer
+        cli = self.provider.cli_args
         return {
             "block_size": self.pinned(job) if drafts else None,
-            "temp": sampling.temperature,
+            "temp": job.args.sampling.temperature,
             "seed": job.args.seed,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "xtc_probability": sampling.xtc_probability,
-            "xtc_threshold": sampling.xtc_threshold,
-            "xtc_special_tokens": [*tokenizer.encode("\n", add_special_tokens=False), *tokenizer.eos_token_ids],
-            "logits_processors": [_after(job.tokens[:held], f) for f in _make_logits_processors(job.args)],
+            **filters(job, self.provider.tokenizer),
+            "logits_processors": [_after(job.tokens[:held], f) for f in processors(job)],
             "prefill_step_size": cli.prefill_step_size,
             "kv_bits": cli.kv_bits,
             "kv_group_size": cli.kv_group_size,

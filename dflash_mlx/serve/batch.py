@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
-from mlx_lm.server import _make_logits_processors, _make_sampler
 
 from .cache import CacheStore, Hit
 from .job import Job, Progress
+from .picking import row
 from .provider import Provider
 
 
@@ -39,17 +39,20 @@ class Batch:
         """Take a job in, from the caches that it ran with so far or those of the store."""
         job.report.start("batch")
         hit = start or self.store.fetch(job.tokens)
+        if start is None:
+            job.stored = hit.held
         if not job.emitted and start is None:
             job.report.cached = hit.held
         stops = [b for b in job.boundaries if hit.held < b < len(job.tokens)]
         edges = [hit.held, *stops, len(job.tokens)]
+        sampler, processors = row(job, self.provider.tokenizer)
         (uid,) = self.generator.insert_segments(
             segments=[[job.tokens[a:b] for a, b in itertools.pairwise(edges)]],
             max_tokens=[job.left],
             caches=cast(Any, [hit.target]),  # None: it makes a fresh one
             all_tokens=[job.tokens[: hit.held]],
-            samplers=[_make_sampler(job.args, self.provider.tokenizer)],
-            logits_processors=[_make_logits_processors(job.args)],
+            samplers=[sampler] if sampler else None,
+            logits_processors=[processors],
             stop_sequences=[self.stop_sequences],
         )
         self.jobs[uid] = job
@@ -57,7 +60,9 @@ class Batch:
     def step(self) -> list[Job]:
         """One forward, of prompts, of tokens or of both; returns the jobs that ended or whose clients left."""
         gone = {uid: job for uid, job in self.jobs.items() if job.cancelled}
-        self._remove(list(gone))
+        for uid, (caches, fed) in self._remove(list(gone)).items():
+            if len(fed) > gone[uid].stored:
+                self.store.insert(fed, caches, None)
         self.lone_steps = self.lone_steps + 1 if len(self.jobs) == 1 else 0
         prompts, tokens = self.generator.next()
         for response in prompts:

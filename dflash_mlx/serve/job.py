@@ -44,7 +44,7 @@ class Job:
         prompt: token ids. boundaries: lengths of the prompt at which a later prompt may part from it.
         initial_state: of the text ("normal", "reasoning"), from the rendered prompt.
         block_size: asked for by the request, or None. end_tokens: ids that end the text.
-        tokens: prompt and what was emitted.
+        tokens: prompt and what was emitted. stored: how many of them the store's caches held when it began.
         replies: `Progress`, then `Piece`s to one with a finish reason, or an exception that ends it.
     """
 
@@ -59,10 +59,10 @@ class Job:
     stopping: StopStrings
     report: Report = field(default_factory=Report)
     tokens: list[int] = field(default_factory=list)
+    stored: int = 0
     replies: queue.SimpleQueue[Progress | Piece | Exception] = field(default_factory=queue.SimpleQueue)
     cancelled: bool = False
     done: bool = False  # its last piece is out
-    solo: bool = False  # it was in a batch that failed: it runs alone, so that it harms no other again
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
