@@ -7,10 +7,16 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+import command_matrix
 import matrix
+import mlx.core as mx
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from dflash_mlx import DFlashError
+from dflash_mlx.target import Target
+from dflash_mlx.target.args import argument
 
 TABLE = json.loads(matrix.TABLE.read_text())
 BUILT = [name for name, entry in matrix.CONFIGS.items() if "skip" not in entry]

@@ -175,10 +175,9 @@ def _tasks(args: argparse.Namespace, contexts: list[int], tokenizer: Any) -> lis
 def _check_room(lengths: dict[str, int], max_tokens: int, model: Any) -> None:
     """Raise `DFlashError` for a prompt that leaves the target no room to answer."""
     from ..errors import DFlashError
+    from ..target.args import context_length
 
-    args = getattr(model, "args", None)
-    text = getattr(args, "text_config", None) or {}
-    positions = getattr(args, "max_position_embeddings", None) or text.get("max_position_embeddings")
+    positions = context_length(model)
     for what, length in lengths.items():
         if positions and length + max_tokens > positions:
             raise DFlashError(

@@ -2,9 +2,10 @@
 
 A job alone runs with the draft. When another arrives that can share a batch, the running one stops at the end of its
 round (or chunk of the prompt) and both go on in mlx-lm's batch generator; newcomers join in the order of arrival, also
-for a moment after it has run empty. A job that is alone for a while goes back to the draft. What can't share a batch
-(a seed, quantised caches, a target whose caches do not merge) waits for its turn and runs alone; nobody overtakes it.
-An exception ends the job it belongs to. One in a batch belongs to nobody in particular: its jobs go on one by one.
+for a moment after it has run empty. A job that is alone for a while goes back to the draft. Where requests can't share
+a batch (see `Provider`), they run one by one in their order.
+An exception ends the job it belongs to. One in a batch belongs to nobody in particular: its jobs go on one by one, and
+nothing is batched any more.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..decode.text import TextStream
 from ..errors import DFlashError
 from ..prompt_cache import cut
 from ..target import Target
+from ..target.args import context_length
 from .alone import Alone
 from .batch import Batch
 from .cache import CacheStore, Hit
@@ -100,7 +102,7 @@ class Engine(ResponseGenerator):
         Raises `ApiError` for a prompt that can't be rendered, is too long or holds ids that the model does not have.
         """
         provider = self.provider
-        limit = self.args.max_prompt_tokens or provider.context_length()
+        limit = self.args.max_prompt_tokens or context_length(provider.model)
         field = "messages" if request.request_type == "chat" else "prompt"
         tokenizer = Front(self.front_tokenizer, limit, self.longest_token, field)
         with nullcontext() if isinstance(request.prompt, list) else self._tokenizing:  # ids need no tokenizer

@@ -62,13 +62,6 @@ class Provider(ModelProvider):
     def public_draft(self) -> str | None:
         return None if self.plan.draft is None else _public(self.plan.draft)
 
-    def context_length(self) -> int | None:
-        """The longest text that the target was made for, where its config says so."""
-        config = getattr(self.model, "args", None)
-        text = getattr(config, "text_config", None) or {}
-        length = getattr(config, "max_position_embeddings", None) or text.get("max_position_embeddings")
-        return length if isinstance(length, int) else None
-
     def answers_to(self, name: str) -> bool:
         return name in (DEFAULT, self.public_name, self.plan.model)
 

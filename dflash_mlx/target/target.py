@@ -21,6 +21,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from ..device import limits_told
 from ..errors import DFlashError, TargetError
 from .absorbed import absorbing
+from .args import argument
 from .check import check_blocks, check_taps, hidden
 from .intercept import Handler, intercept
 from .pinned import pinned_masks
@@ -85,9 +86,7 @@ class Target:
 
     def check_ids(self, ids: mx.array, what: str = "the prompt") -> None:
         """Raise `DFlashError` for a token id that the model has no row for: MLX would read outside the table."""
-        args = getattr(self.model, "args", None)
-        text = getattr(args, "text_config", None)
-        vocab = getattr(args, "vocab_size", None) or (text.get("vocab_size") if isinstance(text, dict) else None)
+        vocab = argument(self.model, "vocab_size")
         if (lowest := cast(int, ids.min().item())) < 0:
             raise DFlashError(f"{what} holds token id {lowest}")
         if isinstance(vocab, int) and (highest := cast(int, ids.max().item())) >= vocab:
@@ -101,8 +100,7 @@ class Target:
         """Raise `DFlashError` where mlx-lm would fail once it starts to quantise these caches (`kv_bits`)."""
         if any(type(cache) is RotatingKVCache for cache in caches):
             raise DFlashError(f"kv_bits: target {self.name} has sliding-window caches, which mlx-lm can't quantise")
-        args = getattr(self.model, "args", None)
-        dims = {getattr(args, name, None) for name in ("head_dim", "v_head_dim")}
+        dims = {argument(self.model, name) for name in ("head_dim", "v_head_dim")}
         if wrong := [dim for dim in dims if isinstance(dim, int) and dim % group_size]:
             raise DFlashError(
                 f"kv_group_size {group_size} does not divide the head dimension {wrong[0]} of {self.name}"
