@@ -20,6 +20,7 @@ from dflash_mlx.serve.completion import Completion
 from dflash_mlx.serve.dialect import FieldError, results_in_order, whole
 from dflash_mlx.serve.errors import ApiError
 from dflash_mlx.serve.fields import checked
+from dflash_mlx.serve.job import Piece
 from dflash_mlx.serve.tokens import Front, takes_tools, tokenized
 
 STRINGS = {"path": {"type": "string"}, "only_older_than": {"type": "string"}}
@@ -168,6 +169,17 @@ def test_where_the_closing_mark_ends_the_text_the_end_of_the_turn_closes_the_cal
     text = f"{tokenizer(name).tool_call_start}{BODIES[name]}"
     assert len(read(name, text, by_itself=True, eos=[0])[1]) == 1
     assert read(name, text, eos=[0]) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "calls"), [("stop", None, 1), ("stop", "30d", 0), ("length", None, 0), ("length", "30d", 0)]
+)
+def test_only_the_models_own_end_closes_a_call_that_no_mark_closes(reason, stop, calls):
+    completion = Completion.__new__(Completion)  # loads nothing
+    completion.answer = Answer(tokenizer("mistral"), "normal", TOOLS, streaming=False)
+    completion.job = SimpleNamespace(stopping=SimpleNamespace(found=stop))
+    parts = list(completion._parts(Piece(written("mistral", BODIES["mistral"]), 0, reason)))
+    assert sum(len(part.calls) for part in parts) == calls
 
 
 def check_odd(name, body):
