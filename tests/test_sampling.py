@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
+from functools import cache
+from itertools import product
 
 import mlx.core as mx
 import numpy as np
@@ -12,10 +13,12 @@ from scripted import ScriptedDrafter, plain_tokens
 from tiny import make_draft, make_target
 
 from dflash_mlx import generate_step
+from dflash_mlx.decode import GenerationStats, Proposal, round
 from dflash_mlx.decode.acceptance import count_accepted, reject
 from dflash_mlx.decode.filters import Filters
 from dflash_mlx.decode.round import Session
 from dflash_mlx.decode.sampling import TokenPicker
+from dflash_mlx.generation import _tokens
 
 # With 144 cells, 20,000 draws alone are 0.034 off on average; more draws leave room for a fault to show.
 V, N = 12, 60_000
@@ -44,21 +47,22 @@ def plain_joint(filters: Filters, temp: float) -> np.ndarray:
     return p[0][:, None] * p
 
 
-def noise(position: int, shape: tuple[int, ...], purpose: str, kind: str) -> mx.array:
-    """Noise of N runs at once, independent by position and purpose."""
-    key = mx.random.key(zlib.crc32(f"{position}{purpose}{kind}".encode()))
-    return mx.random.gumbel((N, *shape), key=key) if kind == "gumbel" else mx.random.uniform(shape=(N, *shape), key=key)
+@cache
+def noise(position: int, purpose: str, kind: str) -> mx.array:
+    """The picker's own noise for N runs at once, gumbel `[N, V]` or uniform `[N]`: a run is N positions further."""
+    picker, positions = TokenPicker(temp=1.0, seed=1), range(position, 4 * N, 4)
+    return picker.gumbel(positions, V, purpose) if kind == "gumbel" else picker.uniform(positions, purpose)[:, 0]
 
 
 def drawn(rule: str, draft: mx.array | None, filters: Filters, temp: float, wrong: bool = False) -> np.ndarray:
     """Empirical joint of the first two tokens after token 0 over N runs: a block of 3, and another if needed.
 
-    The rule's own functions decide; only the noise of many runs is made in one go.
+    The rule's own functions decide on the picker's own noise, that of many runs made in one go.
     """
     picker = TokenPicker(temp=temp, seed=1, filters=filters, rejection=rule == "rejection")
-    pick_noise = [noise(i, (V,), "pick", "gumbel") for i in (1, 2)]
-    draft_noise = [noise(i, (V,), "draft", "gumbel") if rule == "rejection" else pick_noise[i - 1] for i in (1, 2)]
-    accept = [noise(i, (), "accept", "uniform") for i in (1, 2)]
+    pick_noise = [noise(i, "pick", "gumbel") for i in (1, 2)]
+    draft_noise = [noise(i, "draft", "gumbel") if rule == "rejection" else pick_noise[i - 1] for i in (1, 2)]
+    accept = [noise(i, "accept", "uniform") for i in (1, 2)]
 
     def proposals(first: mx.array, at: int) -> tuple[list, list]:
         tokens, scores = [], []
@@ -78,7 +82,7 @@ def drawn(rule: str, draft: mx.array | None, filters: Filters, temp: float, wron
         tokens, scores = proposals(anchor, at)
         rows = [anchor, *tokens]
         target = mx.stack([picker.scores(TARGET[row], None) for row in rows], 1)  # [N, L, V]
-        gumbel = mx.stack([*pick_noise[at:], noise(3, (V,), "pick", "gumbel")], 1)
+        gumbel = mx.stack([*pick_noise[at:], noise(3, "pick", "gumbel")], 1)
         proposed = mx.stack(tokens, 1)
         if rule == "match":
             picks = mx.argmax(target + gumbel, axis=-1)
@@ -123,6 +127,64 @@ def test_a_wrong_rule_is_caught():
         drawn("match", DRAFTS["the opposite"], Filters(), 1.0, wrong=True), plain_joint(Filters(), 1.0)
     )
     assert distance > 0.08
+
+
+class BigramDraft(ScriptedDrafter):
+    """Draws each token from a table of logits `[V, V]` by the token before it, with the noise that it is given."""
+
+    def __init__(self, table: mx.array):
+        super().__init__([], lambda i: 0)
+        self.table = table
+        self.given: list[tuple[int, mx.array]] = []  # position of the first proposal, noise
+
+    def propose(self, request):
+        self.given.append((len(request.tokens), request.noise.gumbel))
+        token, tokens, scores = request.anchor, [], []
+        for row in request.noise.gumbel:
+            scores.append(request.picker.scores(self.table[token], None))
+            token = mx.argmax(scores[-1] + row, axis=-1)
+            tokens.append(token)
+        return Proposal(mx.concatenate(tokens), scores=mx.concatenate(scores))
+
+
+def bigram_target(vocab: int = V):
+    """A target in which a token depends on the one before it alone, and its logits `[V, V]`."""
+    model = make_target(vocab=vocab, layers=2, seed=3)
+    for layer in model.layers:
+        layer.self_attn.o_proj.weight = mx.zeros_like(layer.self_attn.o_proj.weight)
+    return model, model(mx.arange(vocab)[:, None])[:, 0]
+
+
+def test_a_draft_that_knows_the_target_is_kept_whole():
+    """By match it picks with the target's own noise at the target's own positions: nothing else tells them apart."""
+    model, table = bigram_target()
+    stats = GenerationStats()
+    ours = list(_tokens(mx.array([3, 1]), model, BigramDraft(table), stats, max_tokens=57, temp=1.0, seed=5))
+    assert stats.accepted == [7] * 7
+    plain = [t for t, *_ in generate_step([3, 1], model, max_tokens=57, temp=1.0, seed=5)]
+    assert [token.id for token in ours] == plain
+
+
+def test_the_noise_of_each_purpose_and_position_is_its_own():
+    picker = TokenPicker(temp=1.0, seed=0)
+    for draw in (lambda *at: picker.gumbel([at[0]], 50, at[1]), lambda *at: picker.uniform([at[0]], at[1])):
+        drawn = {at: draw(*at).tolist()[0][0] for at in product((5, 6), ("pick", "draft", "accept", "xtc"))}
+        assert len(set(drawn.values())) == len(drawn)
+    assert picker.gumbel([5], 50).tolist() != TokenPicker(temp=1.0, seed=1).gumbel([5], 50).tolist()
+
+
+def test_by_rejection_neither_the_draft_nor_the_coins_share_the_picks_noise(monkeypatch):
+    model, table = bigram_target()
+    draft, calls, picker = BigramDraft(table), [], TokenPicker(temp=1.0, seed=5)
+    real = round.reject
+    monkeypatch.setattr(round, "reject", lambda *args: calls.append(args) or real(*args))
+    list(generate_step([3, 1], model, draft, max_tokens=12, temp=1.0, seed=5, acceptance="rejection"))
+    assert len(draft.given) == len(calls) > 1
+    for (first, given), (proposed, _, _, uniform, gumbel) in zip(draft.given, calls, strict=True):
+        positions = range(first, first + proposed.size)
+        assert mx.array_equal(given, picker.gumbel(positions, V, "draft"))
+        assert mx.array_equal(gumbel, picker.gumbel([*positions, positions.stop], V, "pick"))
+        assert mx.array_equal(uniform, picker.uniform(positions, "accept")[:, 0])
 
 
 @pytest.mark.parametrize("options", [{}, {"acceptance": "rejection"}])

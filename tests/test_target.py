@@ -73,6 +73,21 @@ def test_a_layer_whose_output_is_changed_behind_it_is_refused():
         Target(model).check([0])
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_target_that_computes_a_row_differently_when_another_follows_is_refused(dtype):
+    model = make_target(dtype=dtype)
+    own = type(model)
+
+    class Wider(own):
+        def __call__(self, inputs, cache=None, input_embeddings=None):
+            logits = super().__call__(inputs, cache, input_embeddings)
+            return logits + 0.3 * (inputs.shape[1] - 1) * logits
+
+    model.__class__ = Wider
+    with pytest.raises(TargetError, match="differently when another follows"):
+        Target(model).check()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-untied", "llama"])
 def test_embedding_and_head_are_the_models_own(family):
     model = make_target(family)

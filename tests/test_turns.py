@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, make_prompt_cache
 from scripted import plain_tokens
 from tiny import HYBRIDS, make_draft, make_hybrid, make_target
 
 from dflash_mlx import PromptCache, generate_step, load_prompt_cache, save_prompt_cache
 from dflash_mlx.cli import main
+from dflash_mlx.prompt_cache import can_be_cut
 
 FAMILIES = ["qwen3", *HYBRIDS]
 
@@ -137,9 +139,16 @@ def test_tokens_that_nobody_noted_are_found_and_cut():
     assert hit == 29
 
 
-def test_an_empty_prompt_and_a_file_that_is_no_cache_are_refused(tmp_path):
-    import mlx.core as mx
+def test_a_chunked_cache_that_dropped_chunks_can_not_be_cut():
+    cache, rows = ChunkedKVCache(8), mx.zeros((1, 2, 20, 4))
+    cache.update_and_fetch(rows, rows)
+    assert can_be_cut(cache)
+    cache.maybe_trim_front()
+    assert not can_be_cut(cache)
+    assert not can_be_cut(CacheList(KVCache(), cache))
 
+
+def test_an_empty_prompt_and_a_file_that_is_no_cache_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no tokens"):
         PromptCache(make_target()).rest([])
     file = tmp_path / "x.safetensors"
