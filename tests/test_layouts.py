@@ -207,7 +207,8 @@ def test_a_mask_token_stated_as_text_may_be_the_targets(tmp_path):
     assert draft.config.mask_token_id == tokenizer.convert_tokens_to_ids("<|mask|>") == 258
 
 
-torch_only = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+def torch_only(test: Any) -> Any:
+    return pytest.mark.reference(pytest.mark.skipif(not HAS_TORCH, reason="needs torch")(test))
 
 
 def save_torch(file: Path, value: Any) -> None:
