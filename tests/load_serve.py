@@ -88,7 +88,7 @@ def load(server: ServerProcess, numbers: range, at_once: int) -> list[dict]:
 
 def memory(server: ServerProcess) -> dict[str, float]:
     """Bytes that MLX holds without the prompt caches, which have a bound of their own, and that the process holds."""
-    server.idle_within(10)
+    server.until_idle()
     time.sleep(0.5)
     lines = [line.split() for line in server.request("GET", "/metrics")[1].splitlines() if line[0] != "#"]
     figures = {line[0]: float(line[-1]) for line in lines}

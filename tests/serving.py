@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ class ServerProcess:
         started = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(started,), daemon=True)
         self._reader.start()
-        if not started.wait(60) or self.process.poll() is not None:
+        if not started.wait(240) or self.process.poll() is not None:
             raise RuntimeError("the server did not start:\n" + "\n".join(self.lines))
 
     def _read(self, started: threading.Event) -> None:
@@ -248,14 +248,26 @@ class ServerProcess:
         connection.close()
         assert done, "the stream broke off"
 
-    def idle_within(self, seconds: float) -> bool:
-        """Whether nothing runs or waits before that time is over."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if self.request("GET", "/health")[1]["status"] == "ok":
-                return True
-            time.sleep(0.02)
-        return False
+    def count(self, name: str) -> float:
+        """The sum of a counter of /metrics; of some with labels: `requests_total{outcome="cancelled"`."""
+        lines = self.request("GET", "/metrics")[1].splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"dflash_{name}"))
+
+    def load(self) -> int:
+        """Requests that run or wait."""
+        health = self.request("GET", "/health")[1]
+        return health["running"] + health["queued"]
+
+    def until_idle(self) -> None:
+        until(lambda: not self.load())
+
+
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    """Wait for something that happens at once where nothing is wrong, however busy the machine is."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
 
 
 def free_port() -> int:

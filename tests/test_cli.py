@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import mlx.core as mx
 import pytest
@@ -146,7 +145,7 @@ def test_benchmark_prints_a_table_and_writes_json(tmp_path, capsys):
     assert [row["block_size"] for row in figures["rows"]] == [1, 2, 4]
     assert all(row["lossless"] for row in figures["rows"])
     for row in figures["rows"]:
-        assert row["speedup"] == pytest.approx(row["tau"] / row["rho"], rel=0.35)
+        assert row["speedup"] == pytest.approx(row["tau"] / row["rho"])
     assert figures["environment"]["mlx"]
 
 
@@ -157,12 +156,14 @@ def test_no_command_helps(capsys):
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["convert", "--help"]])
-def test_help_answers_within_a_second(argv):
-    """C34; importing mlx-lm alone would take longer."""
-    start = time.perf_counter()
-    done = subprocess.run([*DFLASH, *argv], capture_output=True, text=True, check=True)
+def test_help_imports_nothing_that_takes_long(argv):
+    """C34: it answers within a second; mlx-lm alone would take longer."""
+    command = [sys.executable, "-X", "importtime", *DFLASH[1:], *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "usage: dflash-mlx" in done.stdout
-    assert time.perf_counter() - start < 1
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "dflash_mlx" in imported
+    assert not imported & {"mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub", "rich"}
 
 
 def test_importing_the_package_needs_neither_torch_nor_a_gpu():
@@ -178,11 +179,12 @@ def test_the_function_is_not_shadowed_by_a_module():
 def test_ctrl_c_ends_with_the_summary():
     command = [*DFLASH, *GENERATE[:-1], "100000", "--prompt", "x = 1\n"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # under nohup it would be ignored
+    )  # fmt: skip
     process.stdout.read(20)  # it streams
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=200)
     assert process.returncode == 130
     assert b"generated" in err
     assert b"Traceback" not in err

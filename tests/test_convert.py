@@ -9,12 +9,12 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from fake_hub import FakeHub
 from mlx.utils import tree_flatten
@@ -507,8 +507,16 @@ def test_an_exception_in_the_middle_leaves_nothing(tmp_path, folder, interrupted
     assert left(tmp_path) == ["draft"]
 
 
+@pytest.fixture
+def obeyed():
+    """Ctrl-C interrupts, also where the suite was started under nohup and inherits that it is ignored."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_in_the_middle_leaves_nothing(tmp_path, folder, cli, interrupted, number, code):
+def test_a_signal_in_the_middle_leaves_nothing(tmp_path, folder, cli, interrupted, number, code, obeyed):
     interrupted(lambda: os.kill(os.getpid(), number))
     done = cli("convert", "--hf-path", folder, "--mlx-path", tmp_path / "out")
     assert done.code == code
@@ -637,7 +645,7 @@ def test_inspect_of_a_target(tmp_path, cli):
     assert done.out.startswith(f"{tmp_path / 'target'}: target, or a draft with its own embedding\ncan't be run: ")
 
 
-def test_inspect_reads_headers_only(tmp_path, cli):
+def test_inspect_reads_headers_only(tmp_path, cli, monkeypatch):
     """A file of 5 GB without a byte of data on the disk."""
     facts = {
         "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -655,10 +663,11 @@ def test_inspect_reads_headers_only(tmp_path, cli):
     with (source / "model.safetensors").open("wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
         stream.truncate(8 + len(text) + place)
+    for module, name in ((mx, "load"), (np, "fromfile")):
+        monkeypatch.setattr(module, name, None)
     mx.reset_peak_memory()
-    before, start = mx.get_active_memory(), time.perf_counter()
+    before = mx.get_active_memory()
     done = cli("convert", "--hf-path", source, "--inspect")
-    assert time.perf_counter() - start < 5
     assert mx.get_peak_memory() - before < 2**20
     assert done.code == 0
     assert f"{place / 1e6:.1f} MB" in done.out
