@@ -18,6 +18,7 @@ from dflash_mlx import generate_step
 from dflash_mlx.check import compare_with_plain
 from dflash_mlx.decode import GenerationStats
 from dflash_mlx.generation import _tokens
+from dflash_mlx.target import Target
 
 N = 60
 
@@ -119,6 +120,7 @@ def test_noise_on_wide_calls_is_reported_with_its_margin():
             return logits
 
     own = type(model)
+    Target(model).check()  # which would refuse it
     model.__class__ = Noisy
     tokens, _ = decode(model, prompt, ScriptedDrafter([*prompt, *truth], lambda i: 7))
     model.__class__ = own
