@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -79,9 +78,15 @@ def generate_step(
         TargetError, DraftError: the pair can't be run. ValueError: an option is of another kind or out of range.
     """
     stats = GenerationStats() if stats is None else stats
-    with closing(_tokens(prompt, model, draft_model, stats, **options)) as tokens:
-        for token in tokens:
-            yield token.id, token.logprobs, token.from_draft
+
+    def show(token: Token) -> tuple[tuple[int, mx.array, bool], bool]:
+        return (token.id, token.logprobs, token.from_draft), False
+
+    yield from _tokens(prompt, model, draft_model, stats, show, **options)
+
+
+def _as_it_is(token: Token) -> tuple[Any, bool]:
+    return token, False
 
 
 def _tokens(
@@ -89,6 +94,7 @@ def _tokens(
     model: nn.Module,
     draft_model: Any,
     stats: GenerationStats,
+    show: Callable[[Token], tuple[Any, bool]] = _as_it_is,
     *,
     end_tokens: Collection[int] = (),
     max_tokens: int = 256,
@@ -119,10 +125,12 @@ def _tokens(
     lookup: bool = False,
     stream: Any = generation_stream,
     profile: bool = False,
-) -> Generator[Token, None, None]:
+) -> Generator[Any, None, None]:
     """The token generator behind all three functions.
 
     Args:
+        show: makes of a token what is handed out, and says whether the text ends with it. What an exception breaks off
+            in it was not handed out.
         end_tokens: ids that end the text.
         max_tokens: at most so many tokens, the end token included; 0 only feeds the prompt, -1 is no limit.
         temp, seed: see `TokenPicker`; top_p to xtc_special_tokens: see `Filters`; a `sampler` replaces them all.
@@ -196,9 +204,6 @@ def _tokens(
         quantize=quantize,
         profile=profile,
     )
-    progress = prompt_progress_callback or (lambda done, total: None)
-    with limits_told():
-        session.prefill(prompt, prefill_step_size, progress, prefill_stops)
     room = quantized_kv_start if kv_bits else None
     chooser: BlockSize = FixedBlockSize(width)
     pairs: list[str] = []  # whose costs are learned
@@ -210,12 +215,23 @@ def _tokens(
             pairs.append(f"{pair}, lookup")
             costs.append(round_costs(pairs[1], dearer=costs[0]))
         chooser = AutoBlockSize(width, *costs)
+
+    def feed(prompt: mx.array) -> None:
+        session.prefill(prompt, prefill_step_size, prompt_progress_callback, prefill_stops)
+
+    started = False
+
+    def first(token: Token) -> tuple[Any, bool]:
+        nonlocal started
+        shown = show(token)
+        if prompt_progress_callback is not None and not started:
+            started = True
+            prompt_progress_callback(prompt.shape[0], prompt.shape[0])
+        return shown
+
     try:
-        with limits_told(), closing(decode(session, chooser, max_tokens, end_tokens, room, leave_last)) as tokens:
-            for i, token in enumerate(tokens):
-                if i == 0:
-                    progress(prompt.shape[0], prompt.shape[0])
-                yield token
+        with limits_told():
+            yield from decode(session, prompt, feed, chooser, max_tokens, first, end_tokens, room, leave_last)
     finally:
         for pair in pairs:
             keep_costs(pair)
@@ -258,42 +274,42 @@ def stream_generate(
     stats.prompt_tokens = ids.shape[0]
     text, stopping = TextStream(tokenizer), StopStrings(stop or ())
     end_tokens = tokenizer.eos_token_ids
-    tokens = _tokens(ids, model, draft_model, stats, max_tokens=max_tokens, end_tokens=end_tokens, **options)
     start = time.perf_counter()
+
+    def show(token: Token) -> tuple[GenerationResponse, bool]:
+        nonlocal start
+        stats.generation_tokens += 1
+        now = time.perf_counter()
+        if stats.generation_tokens == 1:
+            stats.prefill_seconds, start = now - start, now
+        stats.generation_seconds = now - start
+        stats.peak_memory = mx.get_peak_memory() / 1e9
+        ended = token.id in end_tokens
+        last = ended or stats.generation_tokens == max_tokens
+        shown = stopping.add(("" if ended else text.add(token.id)) + (text.finish() if last else ""))
+        stopped = stopping.found is not None
+        last = last or stopped
+        if last:
+            shown += stopping.finish()
+        response = GenerationResponse(
+            text=shown,
+            token=token.id,
+            logprobs=token.logprobs,
+            from_draft=token.from_draft,
+            prompt_tokens=stats.prompt_tokens,
+            prompt_tps=stats.prompt_tps,
+            generation_tokens=stats.generation_tokens,
+            generation_tps=stats.generation_tps,
+            peak_memory=stats.peak_memory,
+            finish_reason=("stop" if ended or stopped else "length") if last else None,
+            stats=stats if last else None,
+        )
+        return response, last
+
     with wired_limit(model, [options.get("stream", generation_stream)]):
-        try:
-            for token in tokens:
-                stats.generation_tokens += 1
-                now = time.perf_counter()
-                if stats.generation_tokens == 1:
-                    stats.prefill_seconds, start = now - start, now
-                stats.generation_seconds = now - start
-                stats.peak_memory = mx.get_peak_memory() / 1e9
-                ended = token.id in end_tokens
-                last = ended or stats.generation_tokens == max_tokens
-                shown = stopping.add(("" if ended else text.add(token.id)) + (text.finish() if last else ""))
-                stopped = stopping.found is not None
-                last = last or stopped
-                if last:
-                    shown += stopping.finish()
-                    tokens.close()  # the caches are settled before the caller sees the end
-                yield GenerationResponse(
-                    text=shown,
-                    token=token.id,
-                    logprobs=token.logprobs,
-                    from_draft=token.from_draft,
-                    prompt_tokens=stats.prompt_tokens,
-                    prompt_tps=stats.prompt_tps,
-                    generation_tokens=stats.generation_tokens,
-                    generation_tps=stats.generation_tps,
-                    peak_memory=stats.peak_memory,
-                    finish_reason=("stop" if ended or stopped else "length") if last else None,
-                    stats=stats if last else None,
-                )
-                if last:
-                    return
-        finally:
-            tokens.close()
+        yield from _tokens(
+            ids, model, draft_model, stats, show, max_tokens=max_tokens, end_tokens=end_tokens, **options
+        )
 
 
 def generate(

@@ -28,7 +28,7 @@ def session_after_prefill(model, draft, prompt, step):
 
 
 def first_logits(draft, session, block):
-    context = draft.context_feature(session.backlog.taps[0][0])
+    context = draft.context_feature(session.backlog.taps[0][1])
     return draft.logits(block, context, session.draft_cache, embed=session.target.embed, head=session.target.head)
 
 
@@ -46,7 +46,7 @@ def test_draft_context_is_the_whole_prompt_and_does_not_depend_on_the_chunk(leng
     block = mx.array([[9] + [255] * 7])
     logits = [
         draft.logits(
-            block, draft.context_feature(s.backlog.taps[0][0]), s.draft_cache, embed=s.target.embed, head=s.target.head
+            block, draft.context_feature(s.backlog.taps[0][1]), s.draft_cache, embed=s.target.embed, head=s.target.head
         )
         for s in (chunked, whole)
     ]

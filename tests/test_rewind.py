@@ -62,9 +62,9 @@ def test_every_cut_of_a_block(family, length):
         caches = make_prompt_cache(model)
         rewinder = target.rewinder(caches)
         target.forward(mx.array([ids[:length]]), caches)
-        mark = rewinder.mark(length, 8)
+        rewinder.mark(length, 8)
         garbage = [*ids[length : length + keep], *([249] * (8 - keep))]
-        target.forward(mx.array([garbage]), caches, watch=rewinder.watch(mark))
+        target.forward(mx.array([garbage]), caches, watch=rewinder.watch())
         rewinder.rewind(length + 8, length + keep)
         clean = make_prompt_cache(model)
         target.forward(mx.array([ids[:length]]), clean)
@@ -146,9 +146,10 @@ def test_one_row_rounds_between_blocks_on_a_rotating_cache():
     rewinder = target.rewinder(caches)
     target.forward(mx.array([ids[:30]]), caches)
     for start, width in ((30, 6), (36, 1)):
-        mark = rewinder.mark(start, width)
-        target.forward(mx.array([ids[start : start + width]]), caches, watch=rewinder.watch(mark))
-    rewinder.rewind(37, 33)
+        rewinder.mark(start, width)
+        target.forward(mx.array([ids[start : start + width]]), caches, watch=rewinder.watch())
+    assert rewinder.rewind(37, 33) == 30, "where the block began; what was kept of it is fed again"
+    target.forward(mx.array([ids[30:33]]), caches)
     clean = make_prompt_cache(model)
     target.forward(mx.array([ids[:30]]), clean)
     target.forward(mx.array([ids[30:33]]), clean)

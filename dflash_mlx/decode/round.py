@@ -3,7 +3,9 @@
     flight = session.dispatch(widths)      draft and verify are built and queued, nothing waits
     done = session.settle(flight)          the one sync; then the target's cache is cut back, lazily
 
-Knows tokens, caches and their lengths; knows no text, no end token and no limit.
+An exception may strike between any two instructions. Nothing here tries to be whole then: each round begins with a
+mark of all caches, from which `ending.py` recovers. Knows tokens, caches and their lengths; knows no text, no end token
+and no limit.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..target import Target
-from ..target.rewind import CanNotRewind
+from ..target.rewind import Mark
+from ..target.undo import Undo, note_beside
 from .acceptance import count_accepted, reject
 from .backlog import Backlog
 from .block_size import Widths
-from .caches import align, cached_tokens
+from .caches import cached_tokens
 from .drafter import Drafter, DraftRequest, Proposal
 from .sampling import Noise, TokenPicker
 from .stats import GenerationStats
@@ -33,6 +36,7 @@ LONGEST_BACKLOG = 256  # tokens that wait for the draft at most; more would only
 class Flight:
     """A round on its way: what the device will answer (`packed`), and what belongs to its rows."""
 
+    start: int  # tokens in front of it
     width: int
     packed: mx.array  # of a block [2 + width] int32: accepted, draft finite, picks; of a plain round the pick
     picks: mx.array  # [width]
@@ -64,7 +68,7 @@ class Session:
         target, drafter: drafter None decodes plainly.
         target_cache, draft_cache: updated in place; they may hold earlier tokens.
         held: how many; recurrent caches do not say.
-        private: whether nobody sees the caches afterwards; `finish` then spares itself the work.
+        private: whether nobody sees the caches afterwards; how they end then does not matter.
         quantize: called with the target's cache after each forward (mlx-lm's `maybe_quantize_kv_cache`).
         profile: time host, draft and verify apart, at the price of a second sync a round.
     """
@@ -92,12 +96,12 @@ class Session:
         self.start = self.fed  # absolute position of tokens[0]
         self.rewinder = target.rewinder(target_cache)
         self.vocab = 0  # width of the logits, known after the first round
-        self.tokens: list[int] = []  # fed in this call or emitted, anchor last
+        self.tokens: list[int] = []  # fed in this call or emitted, anchor last; none while the prompt is being fed
         self.anchor = mx.array([], mx.int32)
         self.seen = self.anchor  # the tokens before the newest round as an array, for processors only
-        self.backlog = Backlog()
+        self.backlog = Backlog(self.fed)
+        self.told = False  # whether the caller knows how much of the prompt is fed
         self.loose: list[mx.array] = []  # rows of log-probabilities that the next launch computes along
-        self.changing = False  # a forward or a rewind has begun and may have reached only some of the caches
         if profile:
             stats.draft_seconds = stats.verify_seconds = stats.host_seconds = 0.0
 
@@ -108,6 +112,7 @@ class Session:
         start = time.perf_counter()
         anchor = self.anchor if anchor is None else anchor
         with mx.stream(self.stream):
+            taken, beside = self.backlog.taken, self.note_draft()
             block, proposal, backlog = anchor, None, 0
             if widths.verify > 1:
                 context = None
@@ -118,6 +123,8 @@ class Session:
                 if block.shape[0] == 1:
                     proposal = None  # it had nothing to say: a plain round
                 start = self._launch("draft_seconds", start, block)
+            self.rewinder.mark(self.fed, block.shape[0], plain=self.drafter is None, beside=beside)
+            self.backlog.begin_round(taken)
             flight = self._verify(block, proposal, ahead=anchor is not self.anchor)
             flight.backlog = backlog
             taps = [] if flight.taps is None else [flight.taps]
@@ -134,14 +141,15 @@ class Session:
         rejected = flight.width - len(tokens)
         rows = [flight.logprobs]
         with mx.stream(self.stream):
-            self._rewind_to(self.fed - rejected)
+            length = self.fed - rejected
+            self.fed = self.rewinder.rewind(self.fed, length)
             if flight.width > 1:
                 # Taken out, or a caller that keeps one row keeps those of the whole block.
                 kept = mx.take(flight.logprobs, mx.arange(len(tokens)), axis=0) if rejected else flight.logprobs
                 rows = [kept[i] for i in range(len(tokens))]
                 self.loose += rows
         if flight.taps is not None:
-            self.backlog.add(flight.taps, len(tokens))
+            self.backlog.add(flight.start, flight.taps, len(tokens))
             if len(self.backlog) >= LONGEST_BACKLOG:
                 self._catch_up()
         self.stats.lookup_rounds += flight.lookup
@@ -186,11 +194,8 @@ class Session:
 
     def _verify(self, block: mx.array, proposal: Proposal | None, ahead: bool) -> Flight:
         width, first = block.shape[0], self.fed
-        mark = self.rewinder.mark(first, width, plain=self.drafter is None)
-        self.changing = True
-        logits, taps = self.target.forward(block[None], self.target_cache, self.taps, self.rewinder.watch(mark))
+        logits, taps = self.target.forward(block[None], self.target_cache, self.taps, self.rewinder.watch())
         self.fed += width
-        self.changing = False
         self.quantize(self.target_cache)
         self.vocab = logits.shape[-1]
         noise = self.picker.noise(first + 1, width, self.vocab)
@@ -207,7 +212,7 @@ class Session:
             packed = mx.concatenate([x.reshape(-1).astype(mx.int32) for x in (accepted, finite, picks)])
         found = proposal is not None and proposal.lookup
         rows = logprobs[0] if width == 1 else logprobs
-        return Flight(width, packed, picks, rows, taps if self.drafter else None, lookup=found)
+        return Flight(first, width, packed, picks, rows, taps if self.drafter else None, lookup=found)
 
     def _tokens_before(self, count: int) -> mx.array:
         """The first `count` tokens; only those that are new are copied from the host."""
@@ -238,32 +243,44 @@ class Session:
     # Before the first round and after the last ------------------------------------------------------------
 
     def prefill(
-        self, prompt: mx.array, step_size: int, progress: Callable[[int, int], None], stops: Collection[int] = ()
+        self,
+        prompt: mx.array,
+        step_size: int,
+        progress: Callable[[int, int], None] | None = None,
+        stops: Collection[int] = (),
     ) -> None:
         """Feed all but the last prompt token in chunks; the draft's context is projected chunk by chunk.
 
         The last token is the first anchor: its plain round gives the first token, as in mlx-lm.
 
         Args:
+            progress: told how much is fed, and of how much, before the first chunk and after each; there an exception
+                leaves the caches.
             stops: lengths at which a chunk ends, however short.
         """
-        total = prompt.shape[0]
-        progress(0, total)
-        done = 0
+        total, done = prompt.shape[0], 0
+        self.told = progress is not None
         with mx.stream(self.stream):
-            while done < total - 1:
+            mark = self._mark_prompt()
+            while True:
+                if progress is not None:
+                    progress(done, total)
+                if done == total - 1:
+                    break
+                mark.idle = False
                 chunk = prompt[done : min([done + step_size, total - 1, *(stop for stop in stops if stop > done)])]
                 _, taps = self.target.forward(chunk[None], self.target_cache, self.taps)  # logits stay unevaluated
                 self.quantize(self.target_cache)
                 if self.drafter and taps is not None:
                     self.drafter.extend(self.drafter.context(taps), self.draft_cache)
+                done += chunk.shape[0]
+                self.fed += chunk.shape[0]
+                mark = self._mark_prompt()
                 mx.eval([cache.state for cache in (*self.target_cache, *self.draft_cache)])
                 mx.clear_cache()
-                done += chunk.shape[0]
-                progress(done, total)
-        self.fed += done
         self.tokens = cast(list[int], prompt.tolist())
         self.anchor = prompt[-1:]
+        self.backlog = Backlog(self.fed)
         if self.picker.logits_processors:
             self.seen = prompt[:-1].astype(mx.int32)
 
@@ -273,65 +290,18 @@ class Session:
         self.stats.draft_off_reason, self.stats.draft_broken = reason, True
         for cache in self.draft_cache:
             cache.trim(cache.offset)  # its rows may not be finite either
-        self.drafter, self.taps, self.backlog = None, (), Backlog()
+        self.drafter, self.taps, self.backlog = None, (), Backlog(self.fed)
 
-    def drop_unfinished(self) -> None:
-        """After an exception: undo a round whose forward or rewind may have reached only some of the caches."""
-        if self.changing:
-            self.fed = self.rewinder.marks[-1].start
-            self.rewinder.undo(self.fed)
-            self.changing = False
+    def note_draft(self) -> list[Undo]:
+        """How the draft's caches get back to what they hold now."""
+        return [note_beside(cache) for cache in self.draft_cache]
 
-    def finish(self, length: int, flight: Flight | None) -> None:
-        """Leave both caches at exactly `length` tokens: surplus is cut, a last token not fed yet is fed.
-
-        Args:
-            length: tokens that both caches shall hold.
-            flight: a round that was queued but whose tokens nobody took.
-        """
-        if self.private:
-            return
-        try:
-            self._finish(length, flight)
-        except CanNotRewind as reason:
-            warnings.warn(
-                f"interrupted, and the prompt cache can't be taken back: {reason}; start with a fresh one",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        except BaseException:  # a second interrupt
-            self.drop_unfinished()
-            self._finish(length, None)
-            raise
-
-    def _finish(self, length: int, flight: Flight | None) -> None:
-        with mx.stream(self.stream):
-            if flight is not None and flight.taps is not None:
-                self.backlog.add(flight.taps, flight.width)
-            if self.fed < length:
-                self.rewinder.mark(self.fed, 1, plain=self.drafter is None)
-                self.changing = True
-                _, taps = self.target.forward(self.anchor[None], self.target_cache, self.taps)
-                self.fed += 1
-                self.changing = False
-                self.quantize(self.target_cache)
-                if taps is not None:
-                    self.backlog.add(taps, 1)
-            self._rewind_to(length)
-            if self.drafter and self.draft_cache:
-                missing = length - self.draft_cache[0].offset
-                context = self.backlog.take(self.drafter)
-                self.offered(length)
-                if missing > 0 and context is not None:
-                    self.drafter.extend(context[:, :missing], self.draft_cache)
-                align(self.draft_cache, length)
-            mx.async_eval([cache.state for cache in (*self.target_cache, *self.draft_cache)])
-
-    def _rewind_to(self, length: int) -> None:
-        self.changing = True
-        self.rewinder.rewind(self.fed, length)
-        self.fed = length
-        self.changing = False
+    def _mark_prompt(self) -> Mark:
+        """All caches are whole: here an exception goes back to, where that costs no memory."""
+        mark = self.rewinder.mark(self.fed, 0, plain=True, beside=self.note_draft())
+        mark.idle = True
+        self.rewinder.marks = [mark]
+        return mark
 
     def _catch_up(self) -> None:
         """While many plain rounds follow each other, give the draft its rows now and then, in one go."""

@@ -21,6 +21,8 @@ class GenerationStats:
         draft_used: whether any round had a draft.
         lookup_rounds: rounds whose proposals were copied from the text.
         draft_off_reason: why the draft was not used, or not to the end.
+        cache_lost: whether an exception left the prompt cache at anything but prompt and emitted tokens (a warning
+            says at what).
         draft_broken: whether it was switched off for what it computed; its cache is empty then.
         block_size: the pinned block, or with `auto` the widest that was allowed; `block_sizes` has what was chosen.
         draft_seconds, verify_seconds, host_seconds: device time of both models and time to build their graphs;
@@ -36,6 +38,7 @@ class GenerationStats:
     lookup_rounds: int = 0
     draft_off_reason: str | None = None
     draft_broken: bool = False
+    cache_lost: bool = False
     block_size: int = 1
     auto: bool = False
     prefill_seconds: float = 0.0
@@ -75,8 +78,9 @@ class GenerationStats:
     def record(self, width: int, accepted: int, emitted: int) -> None:
         """Count one round that emitted `emitted` tokens (fewer than accepted + 1 where the text ended)."""
         kept = min(accepted, emitted)
-        self.accepted.append(kept)
-        self.block_sizes.append(width)
+        # Python looks for signals at calls: with none in between, the lists stay equally long.
+        self.accepted += [kept]
+        self.block_sizes += [width]
         self.bonus += emitted - kept
         self.draft_used = self.draft_used or width > 1
 

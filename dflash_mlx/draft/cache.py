@@ -6,6 +6,9 @@ overwritten by the next write, so nothing ever has to be undone. Knows no model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import mlx.core as mx
 
 STEP = 256  # buffers grow in whole steps
@@ -61,6 +64,19 @@ class DraftKVCache:
         """Pass over `n` positions whose rows no later block can see; all rows held fall out of the window."""
         self.offset += n
         self.rows = self._end = 0
+
+    def note(self) -> Callable[[], None]:
+        """How to get back to what is held now, also from a `write` that was broken off."""
+        offset, rows, end = self.offset, self.rows, self._end
+        if self.window is not None:  # a buffer of fixed size; the window moves within
+            return partial(vars(self).update, dict(vars(self)))
+
+        def undo() -> None:
+            if self.keys is not None and self.values is not None and self.keys.shape[2] != self.values.shape[2]:
+                self.keys, self.values = self.keys[..., :end, :], self.values[..., :end, :]
+            self.offset, self.rows, self._end = offset, rows, end
+
+        return undo
 
     def crop(self, length: int) -> None:
         """Cut back to the context of the first `length` tokens. Rows that slid out of a window stay gone."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
@@ -60,24 +59,39 @@ def _subclass(cls: type) -> type:
     return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
 
 
-@contextmanager
-def intercept(modules: Sequence[tuple[nn.Module, Handler]]) -> Iterator[None]:
+class intercept:
     """Route calls of `modules` through their handlers while the block runs, in this thread's context.
 
-    A module that is named twice passes through both, the later one outermost.
+    A module that is named twice passes through both, the later one outermost. (No `contextmanager`: an interrupt
+    between its own lines would leave the block entered.)
     """
-    scope = _Scope(modules)
-    outer = _scope.get()
-    try:
-        for module, _ in modules:
-            _enter(module, scope)
-        _scope.set(weakref.ref(scope))
-        yield
-    finally:
+
+    def __init__(self, modules: Sequence[tuple[nn.Module, Handler]]):
+        self.modules, self.scope, self.outer = modules, _Scope(modules), _scope.get()
+
+    def __enter__(self) -> None:
+        try:
+            for module, _ in self.modules:
+                _enter(module, self.scope)
+            _scope.set(weakref.ref(self.scope))
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self.scope.handlers = {}
+        _scope.set(self.outer)
+        for module, _ in self.modules:
+            _leave(module, self.scope)
+
+
+def stop_intercepting() -> None:
+    """After an interrupt, which may have struck while a block was left: no handler acts any more in this context."""
+    scope = _current()
+    while scope is not None:
         scope.handlers = {}
-        _scope.set(outer)
-        for module, _ in modules:
-            _leave(module, scope)
+        scope = scope.outer
+    _scope.set(None)
 
 
 def _enter(module: nn.Module, scope: _Scope) -> None:

@@ -8,7 +8,6 @@ single steps amount to. (Prefill keeps mlx-lm's own mask: it has to equal mlx-lm
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,17 +15,16 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache
 
 
-@contextmanager
-def pinned_masks(caches: Sequence[Any]) -> Iterator[None]:
-    """Let pinning caches make exact masks while the block runs."""
-    pinning = list(_pinning(caches))
-    try:
-        for cache in pinning:
-            vars(cache)["make_mask"] = partial(_mask, cache)
-        yield
-    finally:
-        for cache in pinning:
-            vars(cache).pop("make_mask", None)
+def pin(caches: Sequence[Any]) -> None:
+    """Let pinning caches make exact masks until `unpin`."""
+    for cache in _pinning(caches):
+        vars(cache)["make_mask"] = partial(_mask, cache)
+
+
+def unpin(caches: Sequence[Any]) -> None:
+    """Their class's own masks again; may be called at any time."""
+    for cache in _pinning(caches):
+        vars(cache).pop("make_mask", None)
 
 
 def _pinning(caches: Sequence[Any]) -> Iterator[RotatingKVCache]:

@@ -1,8 +1,10 @@
 """Rewind: take a target's caches back to a length within the last rounds, exactly.
 
-One table by cache class says how. Caches of rows are cut; recurrent state can't be cut, so the layer that owns
-it runs again on the kept inputs of the round, from the state before it (its output is never computed: MLX is
-lazy). A class that is not in the table is refused by name. Knows modules and caches, no model and no draft.
+`rewind` cuts the newest round where it was not kept whole. One table by cache class says how: caches of rows are cut;
+recurrent state can't be cut, so the layer that owns it runs again on the kept inputs of the round, from the state
+before it (its output is never computed: MLX is lazy). `restore` goes back to where a round began, from whatever state
+an exception left (`undo.py`). A class that is not in the table is refused by name. Knows modules and caches, no model
+and no draft.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from .pinned import unpin
+from .undo import CanNotRewind, Undo, note
+
 
 @dataclass(frozen=True)
 class LayerCall:
@@ -42,13 +47,15 @@ class LayerCall:
 
 @dataclass
 class Mark:
-    """A round that may have to be undone: tokens before it, its rows, state before it and calls in it."""
+    """Where a round begins: tokens before it, its rows, the caches then and how each gets back there."""
 
     start: int
     width: int
-    states: list[Any]
+    caches: list[Any]
+    undo: list[Undo]
+    beside: Sequence[Undo] = ()  # of caches that are not the target's
     calls: list[LayerCall] = field(default_factory=list)
-    kept: int = 0  # rows of it that the caches still hold
+    idle: bool = False  # nothing has been touched since
 
 
 # Trimming rows -------------------------------------------------------------------------------------------------------
@@ -75,15 +82,6 @@ def _cut_rotating(cache: Any, n: int) -> None:
     cache.keys, cache.values = cache.keys[..., :end, :], cache.values[..., :end, :]
     cache.offset -= n
     cache._idx = end
-
-
-def _step_back(cache: RotatingKVCache, n: int) -> None:
-    """Undo `n` one-row appends without a snapshot, which is possible until the ring wraps."""
-    if n == 0:
-        return
-    if cache.offset > cache.max_size:
-        raise CanNotRewind("its rotating cache has overwritten the row that would be needed")
-    cache.trim(n)
 
 
 # How each class drops its last n rows. Exact classes: a subclass may hold state that this does not know.
@@ -124,88 +122,8 @@ def receivers(caches: Sequence[Any], args: Sequence[Any]) -> frozenset[int]:
     return frozenset(found)
 
 
-# Snapshots -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ReplacedRow:
-    """The row of a rotating cache that a one-row append is about to overwrite, and where the cache stood."""
-
-    at: int
-    key: mx.array
-    value: mx.array
-    offset: int
-    index: int
-
-    @classmethod
-    def of(cls, cache: RotatingKVCache) -> ReplacedRow | None:
-        """None where the append makes arrays of its own first: while the buffer grows, or is cut back to the window."""
-        assert cache.keys is not None
-        assert cache.values is not None
-        rows = cache.keys.shape[2]
-        if rows > cache.max_size or cache._idx == rows < cache.max_size:
-            return None
-        at = cache.keep if cache._idx == cache.max_size else cache._idx
-        # Taken before the append is queued, so that MLX may still write into the buffer instead of copying it.
-        key, value = (mx.take(array, mx.array([at]), axis=2) for array in (cache.keys, cache.values))
-        mx.async_eval(key, value)
-        return cls(at, key, value, cache.offset, cache._idx)
-
-    def put_back(self, cache: RotatingKVCache) -> None:
-        assert cache.keys is not None
-        assert cache.values is not None
-        cache.keys[..., self.at : self.at + 1, :] = self.key
-        cache.values[..., self.at : self.at + 1, :] = self.value
-        cache.offset, cache._idx = self.offset, self.index
-
-
-def snapshot(cache: Any, width: int, plain: bool = False) -> Any:
-    """What `restore` needs before an append of `width` rows: references, since appends replace what they refer to.
-
-    Only a rotating cache that appends one row writes into its arrays in place; that row is copied.
-    """
-    if type(cache) is CacheList:
-        return [snapshot(member, width, plain) for member in cache.caches]
-    if type(cache) is ArraysCache:
-        return list(cache.cache)
-    if type(cache) is ChunkedKVCache:  # a forward first drops old chunks, into arrays of its own
-        return cache.keys, cache.values, cache.offset, cache.start_position
-    if type(cache) is RotatingKVCache:
-        if width == 1 and cache.keys is not None:
-            if plain:
-                return None
-            if row := ReplacedRow.of(cache):
-                return row
-        return cache.keys, cache.values, cache.offset, cache._idx
-    return None
-
-
-def restore(cache: Any, state: Any, n: int) -> None:
-    """Back to a snapshot; caches that are cut drop `n` rows instead."""
-    if type(cache) is CacheList:
-        for member, inner in zip(cache.caches, state, strict=True):
-            restore(member, inner, n)
-    elif type(cache) is ArraysCache:
-        cache.cache = list(state)
-    elif type(cache) is RotatingKVCache:
-        if state is None:
-            _step_back(cache, n)
-        elif isinstance(state, ReplacedRow):
-            state.put_back(cache)
-        else:
-            cache.keys, cache.values, cache.offset, cache._idx = state
-    elif type(cache) is ChunkedKVCache:
-        cache.keys, cache.values, cache.offset, cache.start_position = state
-    else:
-        CUT[type(cache)](cache, n)
-
-
-class CanNotRewind(RuntimeError):
-    """A rotating cache whose ring was overwritten by a plain round, for which no snapshot is kept."""
-
-
 class Rewinder:
-    """Marks rounds as they are queued and takes the caches back when part of one was not kept.
+    """Marks rounds as they begin and takes the caches back when part of one was not kept, or it was broken off.
 
     Args:
         caches: a target's caches, one list for its whole life. layers: those that may own recurrent state.
@@ -217,18 +135,20 @@ class Rewinder:
         self.layers = list(layers) if self.replayed else []
         self.marks: list[Mark] = []
 
-    def mark(self, start: int, width: int, plain: bool = False) -> Mark:
+    def mark(self, start: int, width: int, plain: bool = False, beside: Sequence[Undo] = ()) -> Mark:
         """Before a round of `width` rows behind `start` tokens. The last two rounds can be undone.
 
         Args:
-            plain: without a draft a round is undone only after an interrupt, so nothing is copied for it.
+            plain: where a round is undone only after an interrupt, nothing is copied for it and no array is kept.
+            beside: what takes back caches that are not the target's.
         """
-        mark = Mark(start, width, [snapshot(cache, width, plain) for cache in self.caches], kept=width)
-        self.marks = [mark] if plain else [*self.marks[-1:], mark]
+        mark = Mark(start, width, list(self.caches), [note(cache, width, plain) for cache in self.caches], beside)
+        self.marks = [*self.marks[-1:], mark]
         return mark
 
-    def watch(self, mark: Mark) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        """Handlers that record the calls of the layers whose state would have to be replayed."""
+    def watch(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        """Handlers that record the newest round's calls of the layers whose state would have to be replayed."""
+        mark = self.marks[-1]
         if mark.width == 1:
             return []
 
@@ -243,55 +163,51 @@ class Rewinder:
         """What the recurrent caches hold; logits do not depend on the state behind their own row."""
         return [self.caches[i].state for i in self.replayed]
 
-    def undo(self, start: int) -> None:
-        """Undo the round behind `start` tokens that an exception broke off, cache by cache."""
-        for cache, state in zip(self.caches, self.marks[-1].states, strict=True):
-            _drop_to(cache, state, start)
+    def rewind(self, fed: int, length: int) -> int:
+        """From `fed` tokens, all rounds being whole, back to `length`; lazy.
 
-    def rewind(self, fed: int, length: int) -> None:
-        """From `fed` tokens back to `length`, which must lie behind the start of the older mark; lazy."""
-        if fed == length:
-            return
+        Returns:
+            Where the caches stand: at `length`, or before it (where a round began); the tokens from there are to be
+            fed.
+        """
+        if fed <= length:
+            return fed
         newest = self.marks[-1]
-        if newest.start + newest.kept != fed:
-            raise RuntimeError(f"the last round ended at {newest.start + newest.kept} tokens, not at {fed}")
-        owner = next((mark for mark in reversed(self.marks) if mark.start < length), None)
+        if length <= newest.start:
+            return self.restore(length)
         for i, cache in enumerate(self.caches):
-            if i not in self.replayed:
-                _go_back(cache, newest, newest.states[i], fed, length)
-            elif length == newest.start:
-                restore(cache, newest.states[i], fed - length)
-            elif owner is None:
-                raise RuntimeError(f"can't go back from {fed} to {length} tokens")
+            if i in self.replayed:
+                newest.undo[i]()
             else:
-                restore(cache, owner.states[i], fed - owner.start)
-        if self.replayed and length != newest.start and owner is not None:
-            for call in owner.calls:
-                call.replay(owner.width, length - owner.start)
-        newest.kept = length - newest.start  # below 0 nothing can follow but the end of the request
+                _drop(cache, fed - length)
+        for call in newest.calls:
+            call.replay(newest.width, length - newest.start)
+        return length
+
+    def restore(self, length: int) -> int:
+        """Back to where the newest round that starts at `length` or before began, from whatever state.
+
+        Returns:
+            The tokens that the caches hold then. May be called again where it was broken off.
+        """
+        unpin(self.caches)
+        for i, mark in reversed([*enumerate(self.marks)]):
+            if not mark.idle:
+                self.caches[:] = mark.caches  # quantising replaces them
+                for undo in (*mark.beside, *mark.undo):
+                    undo()
+            if mark.start <= length:
+                self.marks = self.marks[: i + 1]
+                return mark.start
+        raise CanNotRewind(f"no round is known that begins at {length} tokens or before")
 
 
-def _drop_to(cache: Any, state: Any, length: int) -> None:
-    """Back to the snapshot of a round that may or may not have reached this cache."""
+def _drop(cache: Any, n: int) -> None:
     if type(cache) is CacheList:
-        for member, inner in zip(cache.caches, state, strict=True):
-            _drop_to(member, inner, length)
-    elif type(cache) in (ArraysCache, RotatingKVCache, ChunkedKVCache):
-        restore(cache, state, max(0, getattr(cache, "offset", 0) - length))
-    elif cache.offset > length:
-        CUT[type(cache)](cache, cache.offset - length)
-
-
-def _go_back(cache: Any, newest: Mark, state: Any, fed: int, length: int) -> None:
-    """Cut a cache of rows. One that drops old rows can't be cut across two appends: the newer is undone first."""
-    if type(cache) is CacheList:
-        for member, inner in zip(cache.caches, state, strict=True):
-            _go_back(member, newest, inner, fed, length)
-    elif type(cache) in (RotatingKVCache, ChunkedKVCache) and length <= newest.start < fed:
-        restore(cache, state, fed - newest.start)
-        CUT[type(cache)](cache, newest.start - length)
+        for member in cache.caches:
+            _drop(member, n)
     else:
-        CUT[type(cache)](cache, fed - length)
+        CUT[type(cache)](cache, n)
 
 
 def _cut(value: Any, width: int, keep: int) -> Any:

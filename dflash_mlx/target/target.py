@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -24,7 +23,7 @@ from .absorbed import absorbing
 from .args import argument
 from .check import check_blocks, check_taps, hidden
 from .intercept import Handler, intercept
-from .pinned import pinned_masks
+from .pinned import pin, unpin
 from .rewind import Rewinder, receivers, recurrent, unsupported
 from .structure import find_embedding, find_inner
 
@@ -156,10 +155,14 @@ class Target:
             return handler
 
         verifying = watch is not None and ids.shape[1] > 1
-        masks = pinned_masks(cache) if verifying else nullcontext()
         handlers = [*(watch or ()), *((self.layers[i], tap(i)) for i in dict.fromkeys(taps))]
-        with intercept([*handlers, *(self.latent_attention if verifying else ())]), masks:
-            logits = self.model(ids, cache=cache)
+        try:
+            if verifying:
+                pin(cache)
+            with intercept([*handlers, *(self.latent_attention if verifying else ())]):
+                logits = self.model(ids, cache=cache)
+        finally:
+            unpin(cache)
         return logits, mx.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
 
     @cached_property
