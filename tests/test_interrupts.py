@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import interrupts
 import mlx.core as mx
 import pytest
 from interrupts import PROMPT, Often, goes_on, target
 from mlx_lm.models.cache import make_prompt_cache
 
-from dflash_mlx import generate_step
+from dflash_mlx import PromptCache, generate_step
 from dflash_mlx.decode import GenerationStats, round
 from dflash_mlx.target import Rewinder
 
@@ -95,3 +97,32 @@ def test_a_prompt_that_was_fed_in_part_is_said_where_nobody_was_told():
     with pytest.warns(RuntimeWarning, match="holds 7 tokens, not the whole prompt"), pytest.raises(Odd):
         next(generate_step(PROMPT, model, drafter, prompt_cache=caches, prefill_step_size=7))
     assert {cache.offset for cache in caches} == {7}
+
+
+def test_a_chat_goes_on_after_any_interrupt(cli, monkeypatch):
+    """What was said stays, and the next answer is the one that caches which are filled anew would give."""
+    from dflash_mlx.cli import chat
+
+    answer, seed, checked = chat.Chat.answer, 0, 0
+    lines = iter([*["def f(x):", "return x"] * 8, "/quit"])
+
+    def struck_every_second_time(self, text):
+        nonlocal seed, checked
+        if text == "def f(x):":
+            seed += 1
+            with interrupts.Striker(400 * seed).armed():
+                return answer(self, text)
+        fresh = copy.copy(self)
+        fresh.messages = [*self.messages]
+        fresh.cache = PromptCache(self.model, self.draft)
+        for one in (fresh, self):
+            answer(one, text)
+        assert self.messages == fresh.messages
+        checked += 1
+
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+    monkeypatch.setattr(chat.Chat, "answer", struck_every_second_time)
+    outcome = cli("chat", "--model", "demo", "--max-tokens", 8)
+    assert outcome.code == 0
+    assert outcome.err.count("[stopped]") > 3
+    assert checked == 8

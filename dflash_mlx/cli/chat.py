@@ -50,7 +50,11 @@ def run(args: argparse.Namespace) -> int:
             if not chat.command(line):
                 return 0
         else:
-            chat.answer(line)
+            try:
+                chat.answer(line)
+            except KeyboardInterrupt:  # a second one, or before the answer began
+                chat.forget_turn()
+                print(" [stopped]", file=sys.stderr)
 
 
 class Chat:
@@ -94,7 +98,7 @@ class Chat:
             print(f"that could not be rendered: {' '.join(str(error).split())}", file=sys.stderr)
             return
         cached, stats = len(ids) - len(rest), GenerationStats()
-        answer, tokens = "", []
+        answer, tokens, fed = "", [], [0]  # how much of the prompt the caches hold
         responses = stream_generate(
             self.model,
             self.tokenizer,
@@ -109,6 +113,7 @@ class Chat:
             block_size=self.args.block_size if self.draft is not None else None,
             prefill_step_size=self.args.prefill_step_size,
             prompt_cache=self.cache.caches,
+            prompt_progress_callback=lambda done, total: fed.append(min(done, total - 1)),
             stats=stats,
             **sampling_options(self.args, self.tokenizer),
             **cache_options(self.args),
@@ -122,15 +127,21 @@ class Chat:
             print(" [stopped]", end="", file=sys.stderr)
             responses.close()
         print(flush=True)
-        if len(tokens) != stats.generation_tokens or not tokens:
-            self.cache.reset()  # interrupted where the caches hold more than was shown
+        if stats.cache_lost:
+            self.cache.reset()
         else:
-            self.cache.extend(rest, tokens)
+            self.cache.extend(rest if tokens else rest[: fed[-1]], tokens)
         if tokens:
             self.messages.append({"role": "assistant", "content": answer})
         else:
             self.messages.pop()
         self.last = f"{stats.summary()}; {cached} prompt tokens cached"
+
+    def forget_turn(self) -> None:
+        """Without the question that has no answer; the caches are filled anew."""
+        self.cache.reset()
+        if self.messages and self.messages[-1]["role"] == "user":
+            self.messages.pop()
 
     def _ids(self) -> list[int]:
         from ..prompt import apply_template

@@ -64,17 +64,18 @@ class Alone:
             ClientGone: nobody waits any more; what was fed is in the store.
         """
         drafts, stats = self.drafts(job), job.report.stats
+        stats.cache_lost = False
         job.report.start("dflash" if drafts else "plain")
         hit = start or self.store.fetch(job.tokens)
         if start is None:
             job.stored = hit.held
         if not job.emitted and start is None:
             job.report.cached = hit.held
-        target = hit.target or make_prompt_cache(self.provider.model)
+        fresh = hit.target or make_prompt_cache(self.provider.model)
         drafter = as_drafter(self.provider.draft_model) if drafts else None
         draft = (hit.draft or drafter.make_cache(offset=hit.held)) if drafter else []
-        caches = [*target, *draft]
-        size, fed = len(target), [hit.held]
+        caches = [*fresh, *draft]
+        size, fed = len(fresh), [hit.held]
 
         def parts() -> tuple[list[Any], list[Any] | None]:
             return caches[:size], caches[size:] or None  # quantising replaces entries of the list
@@ -126,10 +127,10 @@ class Alone:
             gone = error
         target, rows = parts()  # settled: they hold the first `fed[0]` tokens
         if last is None and gone is None:
-            return Hit(target, None, fed[0])
+            return Hit(None, None, 0) if stats.cache_lost else Hit(target, None, fed[0])
         if last is not None:
             job.send(last)
-        if not stats.draft_broken and fed[0] > job.stored:
+        if not stats.draft_broken and not stats.cache_lost and fed[0] > job.stored:
             self.store.insert(job.tokens[: fed[0]], target, rows)
         if gone is not None:
             raise gone
