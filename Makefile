@@ -11,10 +11,10 @@ demo: $(VENV)/.installed  ## stream text from the bundled pair and prove it equa
 	@printf '%b' '$(PROMPT)' | $(RUN)/dflash-mlx generate --model demo --prompt - --max-tokens 128 --block-size 8 --check
 
 test: $(VENV)/.installed-test  ## run the tests
-	$(RUN)/python -m pytest -q -n auto --maxprocesses=4
+	$(RUN)/python -m pytest -q -n auto --maxprocesses=4 --dist worksteal
 
 test-reference: $(REFERENCE)/.installed  ## run the tests against PyTorch's draft and its tools (Python >= 3.11)
-	$(REFERENCE)/bin/python -m pytest -q -m reference -n auto --maxprocesses=4
+	$(REFERENCE)/bin/python -m pytest -q -m reference -n auto --maxprocesses=4 --dist worksteal
 
 lint: $(VENV)/.installed-test  ## check style and types
 	$(RUN)/ruff check .

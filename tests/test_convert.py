@@ -315,6 +315,13 @@ def test_to_hf_dequantises_and_says_so(tmp_path, folder, cli):
     assert relative_error(block_logits(tmp_path / "hf"), block_logits(folder)) < 0.06
 
 
+def test_what_is_dequantised_may_be_given_a_dtype(tmp_path, folder):
+    convert_draft(folder, tmp_path / "q", quantize=True, q_bits=8, q_group_size=32)
+    convert_draft(tmp_path / "q", tmp_path / "hf", to_hf=True, dtype="float32")
+    assert {array.dtype for array in tensors(tmp_path / "hf").values()} == {mx.float32}
+    assert config(tmp_path / "hf").dtype == "float32"
+
+
 def test_an_attention_bias_stays_with_its_matrix(tmp_path):
     source = published(tmp_path / "draft", "float32", attention_bias=True)
     convert_draft(source, tmp_path / "q", quantize=True, q_bits=8, q_group_size=32)

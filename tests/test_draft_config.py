@@ -92,6 +92,13 @@ def test_yarn_spellings_agree_and_differ_from_the_default_rope(name):
     assert not mx.allclose(logits, block_logits(SPELLINGS["z-lab"]), atol=1e-3)
 
 
+def test_an_attention_factor_of_its_own_is_kept():
+    """Only one that is the derived one, rounded, says nothing."""
+    own = DraftConfig.from_dict(spelled(rope_scaling={**YARN, "attention_factor": 1.139}))
+    assert own.rope_scaling["attention_factor"] == 1.139
+    assert "attention_factor" not in DraftConfig.from_dict(YARNS["attention_factor as derived"]).rope_scaling
+
+
 # Spellings of one DFlash 2 draft.
 SECOND = {
     "nested": dflash2(),

@@ -208,6 +208,12 @@ def test_the_target_comes_from_the_card(tmp_path: Path, monkeypatch: pytest.Monk
     assert verifier == {"name_or_path": str(target), "architectures": ["Qwen3ForCausalLM"]}
 
 
+def test_a_card_with_several_bases_names_no_target() -> None:
+    draft = DraftConfig.from_dict(draft_config())
+    with pytest.raises(DFlashError, match="names no single target"):
+        find_verifier(draft, "a/b", ["one/target", "another/target"], None, [])
+
+
 def test_a_target_of_the_card_that_can_not_be_had_is_named_and_noted(tmp_path: Path) -> None:
     draft = DraftConfig.from_dict(draft_config())
     notes: list[str] = []
