@@ -97,9 +97,10 @@ def convert_draft(
     else:
         written = config.to_dict()
     if to == "hf":
+        last = ("taps_before_norm",) if config.num_target_layers else ()  # else the last layer is hardly among them
         result.notes += [
             f"only dflash-mlx reads {name}; z-lab's own code would run another model"
-            for name in READ_HERE_ONLY
+            for name in (*READ_HERE_ONLY, *last)
             if name in {**written, **written["dflash_config"]}
         ]
     with _whole(destination) as temporary:

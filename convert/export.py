@@ -28,7 +28,8 @@ LAYER_FIELDS = (
 STATED = {
     *LAYER_FIELDS, *DFLASH2_FIELDS, "rope_theta", "rope_scaling", "layer_types", "is_causal", "block_size",
     "mask_token_id", "target_layer_ids", "num_target_layers", "target_hidden_size", "dtype",
-    "attention_output_bias", "sample_from_anchor", "draft_vocab_size", "has_embed_tokens", "has_lm_head",
+    "attention_output_bias", "sample_from_anchor", "taps_before_norm", "draft_vocab_size", "has_embed_tokens",
+    "has_lm_head",
 }  # fmt: skip
 
 
@@ -131,7 +132,7 @@ def _refuse_unstatable(config: DraftConfig, verifier: Verifier) -> None:
             kind != SLIDING and config.causal(i) for i, kind in enumerate(config.layer_types)
         ),
         f"target_hidden_size {width} beside hidden_size {config.hidden_size}": width not in (None, config.hidden_size),
-        f"a tap of the target's last layer, {last}": last in config.target_layer_ids,
+        f"a tap of the target's last layer, {last}": last in config.target_layer_ids and not config.taps_before_norm,
         "lm_head of its own for the whole vocabulary": config.has_lm_head and not config.draft_vocab_size,
         "a reduced vocabulary of DFlash 2": config.kind == "dflash2" and bool(config.draft_vocab_size),
     }

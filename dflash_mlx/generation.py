@@ -181,6 +181,7 @@ def _tokens(
         target.check_quantizable(target_cache, kv_group_size)
     if drafter is not None:
         target.require_rewindable(target_cache)
+        target.taps_before_norm = getattr(drafter, "taps_before_norm", False)
         target.check(drafter.target_layer_ids)
         draft = getattr(drafter.draft if isinstance(drafter, PromptLookup) else drafter, "draft", None)
         if isinstance(draft, DFlashDraftModel):

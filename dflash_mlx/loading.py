@@ -333,4 +333,5 @@ def _check_on(model: nn.Module, config: DraftConfig, name: str) -> None:
     target = Target(model)
     target.require_rewindable(target.make_cache())
     check_fit(config, TargetFacts.from_model(target), name)
+    target.taps_before_norm = config.taps_before_norm
     target.check(config.target_layer_ids)

@@ -170,6 +170,10 @@ FAULTS = {
     "empty taps": (spelled(dflash_config={**NESTED, "target_layer_ids": []}), "target_layer_ids"),
     "tap beyond the target": (spelled(dflash_config={**NESTED, "target_layer_ids": [0, 4]}), "num_target_layers 4"),
     "negative tap": (spelled(dflash_config={**NESTED, "target_layer_ids": [-1]}), "target_layer_ids"),
+    "taps_before_norm of text": (
+        spelled(dflash_config={**NESTED, "target_layer_ids": [3], "taps_before_norm": "no"}),
+        "taps_before_norm",
+    ),
     "tap twice": (spelled(dflash_config={**NESTED, "target_layer_ids": [2, 2]}), "target_layer_ids"),
     "taps of text": (spelled(dflash_config={**NESTED, "target_layer_ids": "0,2"}), "target_layer_ids"),
     "no mask": (spelled(dflash_config={"target_layer_ids": [0, 2]}), "mask_token_id"),
@@ -220,6 +224,24 @@ def test_faults_are_named_with_field_and_file(name):
     assert named in message
     assert "somewhere/config.json" in message
     assert "\n" not in message
+
+
+# taps, what else is stated -> layers, and whether the last one is tapped before the norm
+TAPS = [
+    ({"target_layer_ids": [3, 0]}, {}, (3, 0), False),
+    ({"layer_ids": [4, 1]}, {}, (3, 0), True),
+    ({"layer_ids": [4, 1]}, {"num_target_layers": None}, (3, 0), True),
+    ({"layer_ids": [3, 1]}, {}, (2, 0), False),  # the last layer is not tapped
+    ({"target_layer_ids": [3, 0], "layer_ids": [4, 1]}, {}, (3, 0), False),
+    ({"target_layer_ids": [3, 0], "taps_before_norm": True}, {}, (3, 0), True),
+]
+
+
+@pytest.mark.parametrize(("taps", "more", "layers", "before_norm"), TAPS)
+def test_taps_keep_their_order_and_say_on_which_side_of_the_norm_the_last_is(taps, more, layers, before_norm):
+    config = DraftConfig.from_dict(spelled(**more, dflash_config={"mask_token_id": 255, **taps}))
+    assert (config.target_layer_ids, config.taps_before_norm) == (layers, before_norm)
+    assert DraftConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 # layer_types, use_swa, is_causal, nested causal -> (window, causal) by layer

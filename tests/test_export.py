@@ -181,6 +181,13 @@ def test_what_the_layout_can_not_state_is_refused(changes: dict[str, Any], probl
     assert problem in str(refused.value)
 
 
+def test_a_tap_of_the_last_layer_that_the_layout_itself_stated_comes_back() -> None:
+    draft = DraftConfig.from_dict(speculators(aux_hidden_state_layer_ids=[1, 4], num_target_layers=4))
+    assert draft.taps_before_norm
+    config = speculators_config(DraftConfig.from_dict(draft.to_dict()), Verifier("a/b", layers=4), [])
+    assert config["aux_hidden_state_layer_ids"] == [1, 4]
+
+
 def test_a_tap_of_the_last_layer_is_found_by_the_target_too() -> None:
     taps = {"target_layer_ids": [0, 3], "mask_token_id": 255}
     draft = DraftConfig.from_dict(draft_config(num_target_layers=None, dflash_config=taps))

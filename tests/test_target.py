@@ -40,12 +40,50 @@ def outputs_by_hand(model, ids):
 def test_a_tap_is_the_output_of_its_layer_and_keeps_the_lists_order(family):
     model = make_target(family, layers=6)
     target, by_hand = Target(model), outputs_by_hand(model, IDS)
-    target.check([0, 2, 5])
-    for taps in ([0, 2, 5], [5, 0], [3]):
-        _, captured = target.forward(IDS, target.make_cache(), taps)
-        assert mx.allclose(captured, mx.concatenate([by_hand[i] for i in taps], -1), atol=1e-5)
+    for before_norm in (True, False):
+        target.taps_before_norm = before_norm
+        expected = by_hand if before_norm else [*by_hand[:5], model.model.norm(by_hand[5])]
+        target.check([0, 2, 5])
+        for taps in ([0, 2, 5], [5, 0], [3]):
+            _, captured = target.forward(IDS, target.make_cache(), taps)
+            assert mx.allclose(captured, mx.concatenate([expected[i] for i in taps], -1), atol=1e-5)
     _, moved = target.forward(IDS, target.make_cache(), [1])
     assert not mx.allclose(moved, by_hand[0], atol=1e-2), "an id off by one is another tensor"
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("before_norm", [False, True])
+def test_a_drafter_says_on_which_side_of_the_norm_its_last_tap_is(before_norm, lookup):
+    seen = []
+
+    class Taps(ScriptedDrafter):
+        target_layer_ids = (3,)
+        taps_before_norm = before_norm
+        context = staticmethod(lambda taps: seen.append(taps) or taps)
+        extend = staticmethod(lambda context, cache: None)
+
+    model, prompt = make_target(), [5, 9, 200, 31]
+    drafter = Taps([*prompt, *plain_tokens(model, prompt, 3)], lambda i: 8)
+    list(generate_step(mx.array(prompt), model, drafter, max_tokens=3, lookup=lookup))
+    plain = outputs_by_hand(model, IDS[:, :-1])[3]
+    expected = plain if before_norm else model.model.norm(plain)
+    assert mx.allclose(seen[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "norm"), [("gpt_neox", "final_layer_norm"), ("phixtral", "ln"), ("qwen3_5", "norm")]
+)
+def test_the_last_tap_is_normed_wherever_the_norm_is(family, norm):
+    model = matrix.build(family)
+    target = Target(model)
+    last = [len(target.layers) - 1]
+    target.check(last)
+    _, normed = target.forward(IDS, target.make_cache(), last)
+    target.taps_before_norm = True
+    _, plain = target.forward(IDS, target.make_cache(), last)
+    module = next(module for name, module in model.named_modules() if name.rpartition(".")[2] == norm)
+    assert mx.allclose(normed, module(plain), atol=1e-5)
+    assert not mx.allclose(normed, plain, atol=1e-1)
 
 
 @pytest.mark.parametrize("taps", [[6], [-1]])
@@ -147,6 +185,7 @@ def test_threads_that_share_a_target_do_not_see_each_others_taps():
     model = make_target(layers=6)
     target = Target(model)
     by_hand = outputs_by_hand(model, IDS)
+    by_hand[5] = model.model.norm(by_hand[5])
     wrong = []
 
     def tap(layer):

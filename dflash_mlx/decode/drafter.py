@@ -77,7 +77,8 @@ class Drafter(Protocol):
 
     Attributes:
         block_size: widest useful block, anchor included.
-        target_layer_ids: taps it wants from the target, in this order; may be empty.
+        target_layer_ids: taps it wants from the target, in this order; may be empty. The last layer's comes normed,
+            as in transformers' hidden states, unless a further attribute `taps_before_norm` is true.
     """
 
     block_size: int
@@ -103,6 +104,7 @@ class DFlashDrafter:
         self.draft = draft
         self.block_size = draft.config.widest_block
         self.target_layer_ids: Sequence[int] = draft.config.target_layer_ids
+        self.taps_before_norm = draft.config.taps_before_norm
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -159,6 +159,7 @@ class PromptLookup:
         self.lengths = tuple(shortest * multiple for multiple in MULTIPLES)
         self.block_size = block_size if self.draft is None else self.draft.block_size
         self.target_layer_ids: Sequence[int] = () if self.draft is None else self.draft.target_layer_ids
+        self.taps_before_norm: bool = getattr(self.draft, "taps_before_norm", False)
 
     @property
     def dtype(self) -> mx.Dtype | None:

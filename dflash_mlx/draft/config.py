@@ -39,6 +39,8 @@ class DraftConfig:
         block_size: slots of a block as trained, the anchor first.
         sample_from_anchor: whether slot i predicts the token after it, so that the anchor's slot predicts as well;
             otherwise it predicts the token at it and the anchor's slot predicts nothing.
+        taps_before_norm: whether a tap of the target's last layer is that layer's own output (vLLM, `speculators`);
+            otherwise it is the normed one, as in transformers' hidden states. False where no tap can be the last layer.
         sliding_rope: rope of the sliding layers where it differs from the full layers'.
         is_neox_style: whether rope rotates halves of a head; otherwise neighbours.
         draft_vocab_size: rows of the draft's own head where it knows fewer tokens than the target.
@@ -81,6 +83,7 @@ class DraftConfig:
     output_multiplier: float = 1.0
     draft_vocab_size: int | None = None
     sample_from_anchor: bool = False
+    taps_before_norm: bool = False
     attention_sink_layers: tuple[int, ...] = ()
     attention_value_scale: float = 1.0
     attention_output_bias: bool = False
@@ -195,6 +198,7 @@ class DraftConfig:
             output_multiplier=read.optional_number("output_multiplier") or 1.0,
             draft_vocab_size=reading.draft_vocab(read, vocab),
             sample_from_anchor=from_anchor,
+            taps_before_norm=reading.taps_before_norm(read, taps, target_layers),
             attention_sink_layers=reading.sinks(read, layers),
             attention_value_scale=read.optional_number("attention_value_scale") or 1.0,
             qk_norm=reading.qk_norm(read),
@@ -249,9 +253,9 @@ class DraftConfig:
         }
         usual = {
             "input_embedding_scale": 1.0, "output_multiplier": 1.0, "sample_from_anchor": False,
-            "attention_value_scale": 1.0, "attention_output_bias": self.attention_bias, "qk_norm": True, "gating": None,
-            "gate_activation": "softplus", "aux_hidden_norms": False, "context_layernorm": False,
-            "has_embed_tokens": False, "has_lm_head": False, "mask_embedding": False,
+            "taps_before_norm": False, "attention_value_scale": 1.0, "attention_output_bias": self.attention_bias,
+            "qk_norm": True, "gating": None, "gate_activation": "softplus", "aux_hidden_norms": False,
+            "context_layernorm": False, "has_embed_tokens": False, "has_lm_head": False, "mask_embedding": False,
         }  # fmt: skip
         nested.update({name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value})
         if self.kind == "dflash2":

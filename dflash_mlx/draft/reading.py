@@ -133,6 +133,20 @@ def taps(read: Fields, target_layers: int | None) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def taps_before_norm(read: Fields, ids: tuple[int, ...], target_layers: int | None) -> bool:
+    """Whether a tap of the last layer, if there may be one, is taken before the target's final norm.
+
+    Spellings that number taps as vLLM does mean its hidden states, which are not normed.
+    """
+    if target_layers is not None and max(ids) < target_layers - 1:
+        return False
+    stated = read.own("taps_before_norm")
+    if stated is not None and not isinstance(stated, bool):
+        raise read.error("taps_before_norm", f"{brief(stated)} is not true or false")
+    shifted = read.get("target_layer_ids", default=None) is None
+    return shifted if stated is None else stated
+
+
 def attention(read: Fields, layers: int) -> tuple[tuple[str, ...], int | None, bool | None]:
     """Layer types, window and the causal override, by the precedence that vLLM and the reference share.
 

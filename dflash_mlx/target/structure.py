@@ -46,6 +46,33 @@ def find_embedding(model: nn.Module, inner: nn.Module, layers: Sequence[nn.Modul
     return next((module for module, x in called if x is ids), candidates[0])
 
 
+def find_final_norm(model: nn.Module, inner: nn.Module, layers: Sequence[nn.Module]) -> nn.Module | None:
+    """The module whose output is the normed output of the last layer.
+
+    That is `inner`, or the norm that is given the last layer's output where `inner` ends before it or goes on to the
+    head. A forward of two tokens shows it.
+    """
+    outside = [module for _, module in named_modules(model, layers) if not any(module is layer for layer in layers)]
+    norms = [module for module in outside if "norm" in type(module).__name__.lower()]
+    calls: dict[int, tuple[list[mx.array], Any]] = {}
+
+    def see(own: Any, *args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        calls[id(own.args[0])] = array_arguments(args, kwargs), out[0] if isinstance(out, tuple) else out
+        return out
+
+    with intercept([(module, see) for module in (layers[-1], inner, *norms)]):
+        model(mx.array([[0, 1]]), cache=None)
+    last = calls[id(layers[-1])][1]
+
+    def same(x: Any) -> bool:
+        return x.shape == last.shape and bool(mx.array_equal(x, last, equal_nan=True).item())
+
+    if (normed := calls[id(inner)][1]).shape == last.shape and not same(normed):
+        return inner
+    return next((norm for norm in norms if id(norm) in calls and any(map(same, calls[id(norm)][0]))), None)
+
+
 def named_modules(model: nn.Module, closed: Sequence[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
     """All modules with their paths, but nothing inside those that are `closed`.
 

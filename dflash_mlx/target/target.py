@@ -25,7 +25,7 @@ from .check import check_blocks, check_taps, hidden
 from .intercept import Handler, intercept
 from .pinned import pin, unpin
 from .rewind import Rewinder, receivers, recurrent, unsupported
-from .structure import find_embedding, find_inner
+from .structure import find_embedding, find_final_norm, find_inner
 
 
 @dataclass
@@ -70,6 +70,7 @@ class Target:
         self.name = getattr(model, "model_type", type(model).__module__.rpartition(".")[2])
         self.layers: list[nn.Module] = list(getattr(model, "layers", []))
         self.embed_scale = 1.0
+        self.taps_before_norm = False  # whether a tap of the last layer is its own output, not the normed one
 
     @property
     def hidden_size(self) -> int:
@@ -138,7 +139,8 @@ class Target:
         """One forward.
 
         Args:
-            ids: `[B, L]`; cache: updated in place; taps: layers whose outputs to return, order kept;
+            ids: `[B, L]`; cache: updated in place; taps: layers whose outputs to return, order kept, the last layer's
+                after the final norm as in transformers' hidden states, unless `taps_before_norm`;
                 watch: handlers of a `Rewinder`, given when a block is verified.
 
         Returns:
@@ -155,7 +157,7 @@ class Target:
             return handler
 
         verifying = watch is not None and ids.shape[1] > 1
-        handlers = [*(watch or ()), *((self.layers[i], tap(i)) for i in dict.fromkeys(taps))]
+        handlers = [*(watch or ()), *((self._tapped(i), tap(i)) for i in dict.fromkeys(taps))]
         try:
             if verifying:
                 pin(cache)
@@ -164,6 +166,11 @@ class Target:
         finally:
             unpin(cache)
         return logits, mx.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
+
+    def _tapped(self, layer: int) -> nn.Module:
+        """The module whose output is a tap."""
+        last = layer == len(self.layers) - 1
+        return self.final_norm if last and not self.taps_before_norm else self.layers[layer]
 
     @cached_property
     def latent_attention(self) -> list[tuple[nn.Module, Handler]]:
@@ -203,6 +210,8 @@ class Target:
                 proof.embed_scale = check_taps(self, taps)
             proof.taps |= set(taps)
         self.embed_scale = proof.embed_scale
+        for i in taps:
+            self._tapped(i)
 
     def _proof(self) -> _Proof:
         """What is proven of this model so far."""
@@ -218,6 +227,13 @@ class Target:
         if (inner := find_inner(self.model, self.layers)) is None:
             raise self.refusal("no layer list with an embedding beside it was found")
         return inner
+
+    @cached_property
+    def final_norm(self) -> nn.Module:
+        """The module whose output is the last layer's, normed: mostly `inner` itself."""
+        if (norm := find_final_norm(self.model, self.inner, self.layers)) is None:
+            raise self.refusal("the norm behind its last layer was not found")
+        return norm
 
     @cached_property
     def embed_tokens(self) -> nn.Module:
