@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,6 +109,24 @@ def check_family(name: str, config: Mapping[str, Any], taps: bool = True) -> Non
         raise TargetError(f"{name}: mlx-lm can't build a {family} from its config.json ({what})") from None
     target = Target(skeleton)
     target.require_rewindable(target.make_cache())
+
+
+def family_problem(model_type: str) -> str | None:
+    """Why no draft can drive a target of this type with the installed mlx-lm; None where one can, or nobody tried.
+
+    By names alone: of a target that is at hand `check_family` knows more.
+    """
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    module = MODEL_REMAPPING.get(model_type, model_type)
+    try:
+        found = importlib.util.find_spec(f"mlx_lm.models.{module}")
+    except (ImportError, ValueError):  # of a name with dots
+        found = None
+    if found is None:
+        return f"the installed mlx-lm has no model type {brief(model_type)}"
+    known = families().get(module)
+    return None if known is None or known.status == "verified" else f"{module} targets: {known.reason}"
 
 
 def check_special_tokens(draft: Path, target: Path, draft_name: str, mask_token_id: int) -> None:

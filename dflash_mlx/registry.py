@@ -84,11 +84,15 @@ class PublishedDraft:
         return [self.repo, *self.mirrors, *self.mlx_mirrors]
 
     def describe(self) -> str:
-        return f"{self.repo} is {KINDS[self.kind]}{LAYOUTS[self.layout]}"
+        return f"{KINDS[self.kind]}{LAYOUTS[self.layout]}"
 
-    def addressable(self) -> bool:
-        """Whether the repo still gives these weights: of an overwritten generation the commit has to be known."""
-        return self.generation != "original" or self.revision is not None
+    def problem(self) -> str | None:
+        """Why it can't be run, None where it can."""
+        if self.kind not in RUNNABLE or self.layout not in READABLE:
+            return f"{self.describe()}, which is not supported"
+        if self.generation == "original" and self.revision is None:  # overwritten
+            return "the commit of this generation is not known"
+        return None
 
 
 @dataclass(frozen=True)
@@ -170,9 +174,9 @@ def resolve(target: str, ancestors: Iterable[Ancestor] = (), revision: str | Non
     if pair is None:
         bases = f" or what it was made from ({', '.join(tried)})" if tried else ""
         return Resolution([], f"no published draft is known for {target}{bases}")
-    usable = [d for d in pair.drafts if d.kind in RUNNABLE and d.layout in READABLE and d.addressable()]
+    usable = [draft for draft in pair.drafts if draft.problem() is None]
     if not usable:
-        others = " and ".join(draft.describe() for draft in pair.drafts)
+        others = " and ".join(f"{draft.repo} is {draft.describe()}" for draft in pair.drafts)
         return Resolution([], f"what is published for {pair.targets[0]} can't be run yet: {others}", pair)
     drafts = usable if pair in own else sorted(usable, key=_rank)
     if revision is not None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -16,6 +17,7 @@ from scripted import plain_tokens
 
 from dflash_mlx import demo
 from dflash_mlx.cli import COMMANDS, main
+from dflash_mlx.families import families
 
 DFLASH = [sys.executable, "-m", "dflash_mlx"]
 GENERATE = ["generate", "--model", "demo", "--prompt", demo.PROMPT, "--max-tokens", "24"]
@@ -209,11 +211,29 @@ def test_models_lists_pairs_and_families(capsys):
     assert main(["models", "--families", "gemma", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["gemma4"]["status"] == "verified"
-    assert rows["gemma3n"]["status"] == "refused"
+    assert rows["gemma3n"]["status"] == "lookup only"
     assert rows["gemma3n"]["reason"]
     for flags in ([], ["--families"], ["nothing like this"]):
         assert main(["models", *flags]) == 0
         assert capsys.readouterr().out
+
+
+def test_models_says_which_pairs_can_not_run_here(capsys, monkeypatch):
+    assert main(["models", "--json"]) == 0
+    problems = {row["draft"]: row["problem"] for row in json.loads(capsys.readouterr().out)}
+    assert problems["z-lab/Qwen3-8B-DFlash-b16"] is None
+    assert problems["deepseek-ai/dspark_qwen3_8b_block7"] == (
+        "a DSpark draft with its own embedding and head, which is not supported"
+    )
+    assert problems["meta-models/Muse-Glimmer-30B-assistant"] == "a Muse assistant draft, which is not supported"
+    assert problems["PixelML/Qwen3.8-Flash-Next-NVFP4-DFlash"] == "the installed mlx-lm has no model type 'qwen4_exp'"
+    assert problems["z-lab/MiniMax-M2.5-DFlash"] is None  # a type that mlx-lm has under another name
+    refused = replace(families()["qwen3"], status="refused", reason="its Cache can't be rewound")
+    monkeypatch.setattr("dflash_mlx.fit.families", lambda: {"qwen3": refused})
+    assert main(["models", "qwen3-8b-dflash", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["problem"] == "qwen3 targets: its Cache can't be rewound"
+    assert main(["models", "qwen3-8b-dflash"]) == 0
+    assert "Cache can't be" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -224,6 +244,7 @@ def test_models_fits_the_terminal_and_says_how_to_ask_for_an_older_generation(wi
     out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     table = [line for line in out.splitlines() if line[0] in "┃│"]
     assert max(map(len, table)) <= width
+    assert "problem" in out
     assert ("original" in out) == (width >= 80)
     assert ("more columns in a wider window" in out) == (width < 200)
     assert "--draft-model auto --draft-revision 96899cc27094" in out

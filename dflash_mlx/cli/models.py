@@ -9,8 +9,8 @@ from typing import Any
 
 # Columns of the table of pairs -> the least width of the terminal that shows them; --json has every field.
 COLUMNS = {
-    "target": 0, "draft": 0, "kind": 60, "block": 60, "generation": 75, "revision": 95, "size": 105, "licence": 125,
-    "taps": 150, "thinking": 150, "status": 165, "layout": 180,
+    "target": 0, "draft": 0, "problem": 0, "kind": 60, "block": 60, "generation": 75, "revision": 95, "size": 105,
+    "licence": 125, "taps": 150, "thinking": 150, "status": 165, "layout": 180,
 }  # fmt: skip
 GENERATIONS = (
     "Where a repo was overwritten, both generations are listed; the commit gives the older one: "
@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pairs(wanted: str) -> list[dict[str, Any]]:
-    """A row a draft, the user's own first; `wanted` may be part of any name."""
+    """A row a draft, the user's own first; `wanted` may be part of any name. Its `problem`: why it can't run here."""
+    from ..fit import family_problem
     from ..registry import pairs, user_pairs
 
     rows = []
@@ -48,7 +49,8 @@ def _pairs(wanted: str) -> list[dict[str, Any]]:
         for draft in pair.drafts:
             row = {"target": ", ".join(pair.targets), "draft": draft.repo, **dataclasses.asdict(draft), **facts}
             if wanted in " ".join((row["target"], *draft.repos)).lower():
-                rows.append(row)
+                problem = draft.problem() or (family_problem(pair.model_type) if pair.model_type else None)
+                rows.append({**row, "problem": problem})
     return rows
 
 
@@ -88,4 +90,4 @@ def _cell(name: str, row: dict[str, Any]) -> str:
         return str(len(value) if value else row["tap_count"] or "")
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "" if value is None else str(value)[:44]
+    return "" if value is None else str(value) if name == "problem" else str(value)[:44]
