@@ -6,11 +6,9 @@ folders; the draft's facts and checks are `dflash_mlx.draft`'s.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from dflash_mlx.loading import fetch_draft
 from .card import check_repo_name, upload, write_card
 from .export import find_verifier, speculators_config
 from .licence import read_terms
+from .unfinished import whole
 from .writer import DTYPES, Conversion, Writer
 
 LAYOUTS = ("mlx", "hf", "speculators")
@@ -103,7 +102,7 @@ def convert_draft(
             for name in (*READ_HERE_ONLY, *last)
             if name in {**written, **written["dflash_config"]}
         ]
-    with _whole(destination) as temporary:
+    with whole(destination, result.notes) as temporary:
         writer.write(temporary, progress)
         if scheme and not result.quantized:
             why = f"no matrix has columns that --q-group-size {scheme.group_size} divides"
@@ -133,24 +132,6 @@ def _check_destination(destination: Path) -> None:
     nearest = next(parent for parent in destination.absolute().parents if parent.exists())
     if not nearest.is_dir():
         raise DFlashError(f"{nearest} is a file, so {destination} can't be made in it; choose another --mlx-path")
-
-
-@contextlib.contextmanager
-def _whole(destination: Path) -> Iterator[Path]:
-    """A temporary folder beside `destination` that takes its place at the end, or goes without a trace."""
-    new_parents = [parent for parent in destination.parents if not parent.exists()]
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}."))
-    try:
-        yield temporary
-        temporary.chmod(0o755)  # mkdtemp's are private
-        temporary.rename(destination)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for parent in new_parents:
-            with contextlib.suppress(OSError):  # someone else uses it by now
-                parent.rmdir()
-        raise
 
 
 def _scheme(quantize: bool, bits: int | None, group_size: int | None, mode: str) -> Quantized | None:

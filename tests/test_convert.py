@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -542,8 +543,41 @@ def test_a_killed_run_leaves_no_destination(tmp_path, folder):
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     assert [name for name in left(tmp_path, "draft") if not name.startswith(".out.")] == []
-    convert_draft(folder, tmp_path / "out")  # what is left is in nobody's way
+    (dead,) = left(tmp_path, "draft")
+    others = [tmp_path / ".out.original", tmp_path / ".output.dflash-mlx-abcdefgh", tmp_path / ".out.dflash-mlx-link"]
+    for other in others[:2]:
+        other.mkdir()
+    others[2].symlink_to(folder)
+    result = convert_draft(folder, tmp_path / "out")
+    assert f"{tmp_path / dead} was removed: left by a killed conversion" in result.notes
+    assert sorted(left(tmp_path, "draft", "out")) == sorted(other.name for other in others)
     assert_same_tensors(tensors(tmp_path / "out"), tensors(folder))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_conversion_at_work_is_left_alone(tmp_path, folder, late):
+    """Another process writes to the same place and goes on when ours is done."""
+    code = (
+        "import sys, mlx.core as mx; from dflash_mlx.cli import main\n"
+        "save = mx.save_safetensors\n"
+        "mx.save_safetensors = lambda *a, **k: (save(*a, **k), print('at work', flush=True), sys.stdin.readline())\n"
+        "sys.exit(main(['convert', '--hf-path', sys.argv[1], '--mlx-path', sys.argv[2]]))"
+    )
+    command = [sys.executable, "-c", code, folder, tmp_path / "out"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as other:
+        assert other.stdout.readline() == "at work\n"
+        (theirs,) = left(tmp_path, "draft")
+        result = convert_draft(folder, tmp_path / "out")
+        assert not any("killed" in note for note in result.notes)
+        assert left(tmp_path, "draft", "out") == [theirs]
+        if late:
+            assert "was made by somebody else meanwhile" in other.communicate("go on\n", timeout=60)[1]
+        else:
+            shutil.move(tmp_path / "out", tmp_path / "ours")
+            assert other.communicate("go on\n", timeout=60)[1] == ""
+            assert_same_tensors(tensors(tmp_path / "out"), tensors(tmp_path / "ours"))
+    assert left(tmp_path, "draft", "ours") == ["out"]
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, folder, cli):
