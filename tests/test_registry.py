@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dflash_mlx import DFlashError, registry
+from dflash_mlx.fit import TargetFacts
 from dflash_mlx.lineage import Ancestor
 from dflash_mlx.names import normalise
 from dflash_mlx.registry import KINDS, LAYOUTS, Pair, PublishedDraft, find_draft, pairs, resolve
@@ -228,10 +229,26 @@ def test_kinds_that_can_not_be_run_are_skipped_with_the_reason(
     assert kind in resolution.reason
 
 
+def test_sizes_of_the_text_model_are_those_of_the_target() -> None:
+    sizes = {"hidden_size": 10, "vocab_size": 20, "num_hidden_layers": 3}
+    wrapper = {"hidden_size": 1, "vocab_size": 2, "num_hidden_layers": 1, "text_config": sizes}
+    assert (
+        TargetFacts.from_config("a/b", wrapper)
+        == TargetFacts.from_config("a/b", sizes)
+        == TargetFacts("a/b", 10, 20, 3)
+    )
+
+
 # the user's table
 
 OWN = [
-    {"targets": ["Qwen/Qwen3-8B"], "drafts": [{"repo": "me/second", "kind": "dflash"}, {"repo": "~/drafts/mine"}]},
+    {
+        "targets": ["Qwen/Qwen3-8B"],
+        "drafts": [
+            {"repo": "me/second", "kind": "dflash"},
+            {"repo": "~/drafts/mine", "kind": "dflash2", "evidence": "config"},
+        ],
+    },
     {"targets": ["me/unheard-of"], "vocab": None, "drafts": [{"repo": "me/draft", "block": 8, "thinking": True}]},
 ]
 
@@ -254,6 +271,7 @@ def test_the_users_table_comes_first(
         assert resolve(target).reason == f"named by {path}"
     assert repos("unheard-of-4bit") == ["me/draft"]
     assert repos("x", [Ancestor("me/unheard-of", changed=True)]) == ["me/draft"]
+    assert repos("x", [Ancestor("Qwen/Qwen3-8B", changed=False)]) == ["me/second", "~/drafts/mine"], "before ours"
     assert repos("Qwen/Qwen3-4B")[0] == "z-lab/Qwen3-4B-DFlash-b16", "ours goes on"
 
 
