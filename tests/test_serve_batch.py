@@ -190,6 +190,22 @@ def test_what_was_fed_for_a_client_that_leaves_is_found_by_its_retry(fresh, piec
         assert said(turn) == fresh.plain(follow, 12)
 
 
+def test_caches_on_their_way_between_alone_and_a_batch_are_kept_for_a_client_that_leaves(fresh):
+    prompt = prompt_of(4, 45)
+    moving = fresh.job(prompt, max_tokens=30)
+    waits = iter([False] * 9 + [True])
+    hit = Alone(fresh.provider, fresh.store, fresh.stream, lambda: next(waits), lambda: False).run(moving)
+    assert len(prompt) < hit.held + 1 == len(moving.tokens), "it was handed over in its answer"
+    moving.cancel()
+    batch = Batch(fresh.provider, fresh.store, fresh.stream)
+    batch.add(moving, hit)
+    assert batch.step() == [moving]
+    follow = [*moving.tokens, 7, 8, 9]
+    turn = fresh.alone(fresh.job(follow))
+    assert turn.report.cached == hit.held
+    assert said(turn) == fresh.plain(follow, 12)
+
+
 def test_a_client_that_leaves_before_anything_was_fed_changes_nothing(fresh):
     done = fresh.alone(fresh.job(prompt_of(0, 20)))
     leaving = fresh.job(done.prompt)

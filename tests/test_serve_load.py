@@ -176,7 +176,7 @@ def test_a_seeded_request_stops_no_other_and_says_the_same_in_company(engine):
     from dflash_mlx.serve.completion import Completion
     from dflash_mlx.serve.job import Piece
 
-    seeded = {"max_tokens": 120, "seed": 5, "temperature": 0.8, "logit_bias": {"0": -100}}
+    seeded = {"max_tokens": 60, "seed": 5, "temperature": 0.8, "logit_bias": {"0": -100}}
     expected = whole(engine, "class Long:\n", **seeded)["choices"][0]["text"]
     long = Completion(engine, {"prompt": "class Long:\n", **seeded}, "text")
     pieces = long.pieces(lambda: False)

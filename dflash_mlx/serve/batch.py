@@ -59,10 +59,7 @@ class Batch:
 
     def step(self) -> list[Job]:
         """One forward, of prompts, of tokens or of both; returns the jobs that ended or whose clients left."""
-        gone = {uid: job for uid, job in self.jobs.items() if job.cancelled}
-        for uid, (caches, fed) in self._remove(list(gone)).items():
-            if len(fed) > gone[uid].stored:
-                self.store.insert(fed, caches, None)
+        ended = self.drop([uid for uid, job in self.jobs.items() if job.cancelled])
         self.lone_steps = self.lone_steps + 1 if len(self.jobs) == 1 else 0
         prompts, tokens = self.generator.next()
         for response in prompts:
@@ -71,7 +68,6 @@ class Batch:
             job.send(Progress(len(job.prompt) - total + done, len(job.prompt)))
         if not self.provider.cuttable:
             self._keep_boundaries([r.uid for r in prompts if r.end_of_segment and not r.end_of_prompt])
-        ended = list(gone.values())
         for response in tokens:
             job = self.jobs[response.uid]
             piece = job.advance(response.token, response.logprobs)
@@ -86,6 +82,14 @@ class Batch:
             self.store.insert(fed, caches, None)
             ended.append(job)
         return ended
+
+    def drop(self, uids: list[int]) -> list[Job]:
+        """Jobs that end before their time; what was fed for them is stored."""
+        jobs = {uid: self.jobs[uid] for uid in uids}
+        for uid, (caches, fed) in self._remove(uids).items():
+            if len(fed) > jobs[uid].stored:
+                self.store.insert(fed, caches, None)
+        return list(jobs.values())
 
     def take_out(self) -> tuple[Job, Hit] | None:
         """The only job and its caches, one token short, to go on alone; None while its prompt is fed."""

@@ -295,7 +295,7 @@ class Engine(ResponseGenerator):
 
     def _close(self) -> None:
         """Models and caches are dropped by the thread that made them."""
-        for job in [*self.waiting, *(self.batch.jobs.values() if self.batch else ())]:
+        for job in [*self.waiting, *(self.batch.drop(list(self.batch.jobs)) if self.batch else ())]:
             job.send(GOING_DOWN)
         self._leave_batch()
         while self.store.write_one():
