@@ -35,7 +35,7 @@ from dflash_mlx.serve.provider import Provider
 STEP = 8  # tokens of a chunk of the prompt
 ASKED = [  # temperature, seed, filters and penalties of the rows of a batch
     {"seed": 1, "temperature": 0.9},
-    {"seed": 1, "temperature": 0.9, "repetition_penalty": 1.4},
+    {"seed": 1, "temperature": 0.9, "repetition_penalty": 5.0},
     {"seed": 2, "temperature": 1.3, "top_p": 0.9, "top_k": 40},
     {"seed": 3, "temperature": 1.2, "xtc_probability": 0.5, "xtc_threshold": 0.02, "min_p": 0.01},
     {"seed": 4, "temperature": 0.0},
@@ -115,9 +115,10 @@ def said(job: Job) -> list[int]:
 
 
 def test_rows_of_a_batch_pick_what_they_pick_alone(fresh):
-    prompts = [prompt_of(i, n) for i, n in enumerate((30, 5, 17, 41, 9, 23))]
+    prompts = [prompt_of(i, n) for i, n in enumerate((30, 41, 17, 5, 9, 23))]
     alone = [said(fresh.alone(fresh.job(ids, **asked))) for ids, asked in zip(prompts, ASKED, strict=True)]
     assert alone[0] != fresh.plain(prompts[0], 12)
+    assert alone[1] != said(fresh.alone(fresh.job(prompts[1], seed=1, temperature=0.9))), "the penalty changes nothing"
     fresh.forget()
     jobs = [fresh.job(ids, **asked) for ids, asked in zip(prompts, ASKED, strict=True)]
     assert [said(job) for job in fresh.together(jobs)] == alone
