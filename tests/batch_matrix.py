@@ -44,7 +44,8 @@ def verdict(model: nn.Module, full: bool = True) -> str:
     """What goes wrong in a batch, "verified" where nothing does.
 
     Args:
-        model: with weights that show it (`random_weights.slow`). full: every size; else joined late only, fewer tokens.
+        model: with weights that show it (`random_weights.slow`). full: every size; else joined late only, fewer tokens,
+            and only those go on that were taken out.
     """
     if missing := [type(c).__name__ for c in make_prompt_cache(model) if not hasattr(c, "merge")]:
         return f"its {missing[0]} does not merge"
@@ -52,7 +53,7 @@ def verdict(model: nn.Module, full: bool = True) -> str:
     try:
         for size in SIZES if full else ():
             together(model, rows[:size])
-        late(model, rows)
+        late(model, rows, full)
     except Differs as why:
         return str(why)
     except Exception as error:  # a family's forward raises what it likes
@@ -68,9 +69,9 @@ def together(model: nn.Module, rows: list[Row]) -> None:
     batch.run()
 
 
-def late(model: nn.Module, rows: list[Row]) -> None:
+def late(model: nn.Module, rows: list[Row], full: bool) -> None:
     """One after the other, in every state that the server has them in."""
-    batch = Batch(model)
+    batch = Batch(model, turns=full)
     batch.add(rows[0])
     batch.run(until=len(rows[0].prompt) + 2)
     batch.add(rows[1])
@@ -86,10 +87,10 @@ def late(model: nn.Module, rows: list[Row]) -> None:
 
 
 class Batch:
-    """mlx-lm's generator; whatever it says is compared."""
+    """mlx-lm's generator; whatever it says is compared, with `turns` what its rows say when they go on as well."""
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, turns: bool = True):
+        self.model, self.turns = model, turns
         self.generator = BatchGenerator(model, prefill_step_size=16)
         self.rows: dict[int, Row] = {}
         self.ends: dict[int, int] = {}  # tokens so far, those that are not fed yet included
@@ -118,7 +119,8 @@ class Batch:
                 self.ends[response.uid] += 1
                 if response.finish_reason is not None:
                     del self.rows[response.uid], self.ends[response.uid]
-                    self.goes_on(row, response.prompt_cache, response.all_tokens)
+                    if self.turns:
+                        self.goes_on(row, response.prompt_cache, response.all_tokens)
             steps -= 1
 
     def take_out(self, row: Row) -> None:
