@@ -66,7 +66,8 @@ class Served:
                 asked.get("xtc_probability", 0.0), asked.get("xtc_threshold", 0.1),
             ),
             logits=LogitsProcessorArguments(
-                None, asked.get("repetition_penalty", 0.0), 40, asked.get("presence_penalty", 0.0), 40, 0.0, 20
+                asked.get("logit_bias"), asked.get("repetition_penalty", 0.0), 40,
+                asked.get("presence_penalty", 0.0), 40, 0.0, 20,
             ),
             stop_words=[], max_tokens=max_tokens, num_draft_tokens=0, logprobs=False, top_logprobs=-1,
             seed=asked.get("seed"), chat_template_kwargs=None,
@@ -116,13 +117,15 @@ def said(job: Job) -> list[int]:
 
 def test_rows_of_a_batch_pick_what_they_pick_alone(fresh):
     prompts = [prompt_of(i, n) for i, n in enumerate((30, 41, 17, 5, 9, 23))]
-    alone = [said(fresh.alone(fresh.job(ids, **asked))) for ids, asked in zip(prompts, ASKED, strict=True)]
+    first = said(fresh.alone(fresh.job(prompts[1], **ASKED[1])))[0]
+    rows = [ASKED[0], {**ASKED[1], "logit_bias": {first: -100.0}}, *ASKED[2:]]
+    alone = [said(fresh.alone(fresh.job(ids, **asked))) for ids, asked in zip(prompts, rows, strict=True)]
     assert alone[0] != fresh.plain(prompts[0], 12)
-    assert alone[1] != said(fresh.alone(fresh.job(prompts[1], seed=1, temperature=0.9))), "the penalty changes nothing"
+    assert alone[1][0] != first
     fresh.forget()
-    jobs = [fresh.job(ids, **asked) for ids, asked in zip(prompts, ASKED, strict=True)]
+    jobs = [fresh.job(ids, **asked) for ids, asked in zip(prompts, rows, strict=True)]
     assert [said(job) for job in fresh.together(jobs)] == alone
-    again = [fresh.job(ids, **asked) for ids, asked in zip(prompts, ASKED, strict=True)]  # now with caches
+    again = [fresh.job(ids, **asked) for ids, asked in zip(prompts, rows, strict=True)]  # now with caches
     assert [said(job) for job in fresh.together(again)] == alone
     assert all(job.report.cached for job in again)
 
