@@ -195,7 +195,7 @@ class ServerProcess:
 
     def stop(self, how: int = signal.SIGTERM) -> int:
         self.process.send_signal(how)
-        return self.process.wait(20)
+        return self.process.wait(120)
 
     def __enter__(self) -> ServerProcess:
         return self

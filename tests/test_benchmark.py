@@ -173,6 +173,7 @@ def test_a_hiccup_in_one_repeat_moves_no_median(scripted):
     for before, after in zip(report.rows, figures.rows(hit, rows), strict=True):
         assert after.speedup == pytest.approx(before.speedup)
         assert after.tps == pytest.approx(before.tps)
+        assert (before.spread, after.spread) == (pytest.approx(0, abs=1e-6), pytest.approx(1 - 1 / 9))
         assert after.spread > 0.5 > before.spread
 
 

@@ -71,7 +71,7 @@ class Page:
     def shown(self, kind):
         return [e.get_property("textContent") for e in self.browser.find_elements(By.CSS_SELECTOR, kind)]
 
-    def until(self, condition, seconds=20):
+    def until(self, condition, seconds=120):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"the page shows: {self.browser.find_element(By.TAG_NAME, 'body').text}"

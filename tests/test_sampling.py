@@ -225,6 +225,15 @@ def test_filters_keep_what_mlx_lm_keeps(values):
     assert make_sampler(1.0, **values)(logprobs).shape == (4,)
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.75, 2), (0.7501, 4)])
+def test_top_p_ends_where_the_mass_is_reached(top_p, kept):
+    from mlx_lm.sample_utils import apply_top_p
+
+    logprobs = mx.log(mx.array([[0.5, 0.25, 0.125, 0.125]]))
+    assert mx.array_equal(Filters(top_p=top_p)(logprobs), apply_top_p(logprobs, top_p))
+    assert (Filters(top_p=top_p)(logprobs) > -mx.inf).sum().item() == kept
+
+
 def test_a_samplers_coin_falls_for_each_row():
     """mlx-lm's XTC draws one coin a call, so each token of a block needs a call of its own."""
     logits, xtc = mx.log(mx.array([[0.5, 0.3, 0.2]] * 64)), make_sampler(1.0, xtc_probability=0.5, xtc_threshold=0.25)
@@ -287,6 +296,8 @@ def test_xtc_drops_all_but_the_least_likely_choice_where_its_coin_says_so():
     logprobs = mx.log(mx.array([[0.5, 0.3, 0.15, 0.05]] * 2))
     kept = Filters(xtc_probability=0.5, xtc_threshold=0.1)(logprobs, mx.array([[0.4], [0.6]]))
     assert (kept > -mx.inf).tolist() == [[False, False, True, True], [True] * 4]
+    at_it = Filters(xtc_probability=1.0, xtc_threshold=0.25)(mx.log(mx.array([[0.5, 0.25, 0.25]])), mx.zeros((1, 1)))
+    assert (at_it > -mx.inf).all(), "one at the threshold is not above it"
     special = Filters(xtc_probability=1.0, xtc_threshold=0.1, xtc_special_tokens=[0])(logprobs, mx.zeros((2, 1)))
     assert (special > -mx.inf).tolist() == [[True, False, True, True]] * 2
 

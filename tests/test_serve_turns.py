@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 from scripted import plain_tokens
-from serving import ServerProcess, save_tiny_pair, token_id
+from serving import ServerProcess, save_tiny_pair, token_id, until
 from tiny import HYBRIDS, make_draft, make_hybrid, make_target
 
 from dflash_mlx import generate_step
@@ -127,15 +127,9 @@ def test_caches_on_disk_survive_a_kill(pair, tmp_path):
         assert cached >= len(FIRST) - 1
 
 
-def files_appear(folder, seconds=10.0):
-    import time
-
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if any(".part." not in f.name for f in folder.glob("*.prompt.safetensors")):
-            return
-        time.sleep(0.05)
-    raise AssertionError("nothing was written while the server was idle")
+def files_appear(folder):
+    """While the server is idle."""
+    until(lambda: any(".part." not in f.name for f in folder.glob("*.prompt.safetensors")))
 
 
 @pytest.mark.parametrize("family", ["qwen3", *HYBRIDS])

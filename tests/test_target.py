@@ -19,6 +19,7 @@ from dflash_mlx import TargetError, generate_step
 from dflash_mlx.fit import check_family
 from dflash_mlx.target import Target
 from dflash_mlx.target import target as target_module
+from dflash_mlx.target.intercept import intercept
 from dflash_mlx.target.structure import named_modules
 
 IDS = mx.array([[5, 9, 200, 31]])
@@ -136,6 +137,22 @@ def test_embedding_and_head_are_the_models_own(family):
     assert (target.hidden_size, target.vocab_size) == (64, 256)
 
 
+@pytest.mark.parametrize("name", ["a_table", "z_table"])
+def test_the_embedding_is_the_table_that_is_looked_up_by_token(name):
+    """Another may hold positions, before or behind it among the modules."""
+    model = make_target()
+    inner = type(model.model)
+
+    class Positioned(inner):
+        def __call__(self, inputs, cache=None, input_embeddings=None):
+            self[name](mx.arange(inputs.shape[1]))
+            return super().__call__(inputs, cache, input_embeddings)
+
+    model.model.__class__ = Positioned
+    model.model[name] = nn.Embedding(8, 64)
+    assert Target(model).embed_tokens is model.model.embed_tokens
+
+
 def test_embedding_scale_is_found():
     from mlx_lm.models import gemma
 
@@ -164,6 +181,20 @@ def test_the_target_is_untouched_by_a_draft():
         assert {name: type(module) for name, module in model.named_modules()} == classes
         assert mx.array_equal(model(IDS), logits)
         steps.close()
+
+
+def test_the_end_of_one_watch_leaves_another_of_the_same_module():
+    layer, seen = nn.Linear(2, 2), []
+
+    def watch(name):
+        return [(layer, lambda own, x: seen.append(name) or own(x))]
+
+    with intercept(watch("outer")):
+        with intercept(watch("inner")):
+            layer(mx.zeros(2))
+        layer(mx.zeros(2))
+    layer(mx.zeros(2))
+    assert seen == ["inner", "outer", "outer"]
 
 
 def test_two_drafts_with_different_taps_share_a_target():
