@@ -429,7 +429,8 @@ def test_results_follow_their_calls_in_the_order_of_the_calls():
     ]  # fmt: skip
     twins = turn(("a", "f", "1"), ("a", "f", "2"))
     assert results_in_order([twins, result("a", "1"), result("a", "2")]) == [twins, result("a", "1"), result("a", "2")]
-    unknown = [first, later, result("z"), result(None), {"role": "tool", "content": "no id"}]
+    unnamed = turn((None, "f", "{}"))
+    unknown = [first, unnamed, later, result("z"), result(None), {"role": "tool", "content": "no id"}]
     assert results_in_order(unknown) == unknown
 
 
