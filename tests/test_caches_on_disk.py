@@ -126,7 +126,7 @@ def test_a_file_of_another_mlx_lm_is_a_miss(tmp_path, change):
     assert CacheStore(10**9, 10, tier(tmp_path)).fetch([*tokens(0), 9]).held == 5
 
 
-def test_what_only_has_the_name_of_a_cache_is_left_alone(tmp_path):
+def test_what_only_has_the_name_of_a_cache_is_left_alone(tmp_path, caplog):
     stored(tmp_path, 2)
     for suffix in (SUFFIX, PART):
         (tmp_path / f"folder{suffix}").mkdir()
@@ -141,6 +141,7 @@ def test_what_only_has_the_name_of_a_cache_is_left_alone(tmp_path):
         store.insert(tokens(first), caches(), None)
         assert store.write_one()
     after = {file.name for file in tmp_path.iterdir()}
+    assert not caplog.text, "nobody tries to remove or to read them"
     assert {name for name in before if name[0] in "fdl" and "." in name[:9]} <= after
     assert sum(file.stat().st_size for file in files(tmp_path)) <= 3 * SIZE
 
@@ -247,3 +248,7 @@ def test_what_is_larger_than_the_folder_may_be_is_not_written(tmp_path):
     assert not store.write_one()
     assert not store.disk.paused
     assert [len(held) for _, held in store.disk.index()] == [5]
+    store.max_entries = 1
+    store.insert(tokens(3, 300), caches(300), None)
+    store.insert(tokens(4), caches(), None)
+    assert [len(held) for _, held in store.disk.index()] == [5], "nor when it has to leave memory"

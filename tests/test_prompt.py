@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from serving import TEMPLATE, save_tokenizer
 
@@ -56,3 +57,20 @@ def test_a_template_in_python_is_told_what_mlx_lm_tells_it(tmp_path):
     tokenizer = load_tokenizer(tmp_path, {"chat_template_type": "deepseek_v32"})
     assert apply_template(tokenizer, USER, add_generation_prompt=True).endswith("<think>")
     assert apply_template(tokenizer, USER, add_generation_prompt=True, enable_thinking=False).endswith("</think>")
+
+
+def test_a_renderer_of_the_tokenizers_own_decides_too_and_is_told_in_its_own_words(tmp_path):
+    """Kimi's tokenizers render in Python and call it `thinking`."""
+    save_tokenizer(tmp_path, OFF)
+    inner = load_tokenizer(tmp_path)._tokenizer
+
+    class Renderer(type(inner)):
+        def apply_chat_template(self, messages, tokenize=True, add_generation_prompt=False, thinking=False, **kwargs):
+            assert "enable_thinking" not in kwargs
+            return "<think>" if thinking else ""
+
+    inner.__class__ = Renderer
+    tokenizer = TokenizerWrapper(inner)
+    assert apply_template(tokenizer, USER) == ""
+    assert apply_template(tokenizer, USER, enable_thinking=True) == "<think>"
+    assert apply_template(tokenizer, USER, thinking=True) == "<think>"

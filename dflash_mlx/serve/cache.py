@@ -105,7 +105,7 @@ class CacheStore:
 
     def write_one(self) -> bool:
         """Write one entry to disk that is not there yet; False when there is none. For idle moments."""
-        if self.disk is None or self.disk.paused:
+        if self.disk is None:
             return False
         most = self.disk.max_bytes
         unwritten = (e for e in reversed(self.entries) if e.file is None and e.target is not None and e.nbytes <= most)
