@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 import threading
@@ -14,10 +15,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from scripted import ScriptedDrafter, plain_tokens
 from tiny import HYBRIDS, make_draft, make_hybrid, make_target
 
-from dflash_mlx import generate_step
+from dflash_mlx import DFlashError, generate_step
 from dflash_mlx.check import compare_with_plain
+from dflash_mlx.cli.options import add_end_tokens
 from dflash_mlx.decode import GenerationStats, Proposal, round
 from dflash_mlx.generation import _tokens
+from dflash_mlx.prompt import as_ids, encode
 from dflash_mlx.target.intercept import intercept
 
 PROMPT = [(7 * i + 3) % 250 for i in range(11)]
@@ -149,6 +152,15 @@ def test_a_turn_without_the_draft_does_not_spoil_the_cache(plain_turn):
         tokens, _ = decode(model, turn, chosen, 12, prompt_cache=cache, **rest)
         assert tokens == truth
         seen += [*tokens, 5, 6]
+
+
+def test_a_position_is_counted_in_the_rounds_that_offered_it():
+    stats = GenerationStats()
+    stats.record(width=2, accepted=1, emitted=2)
+    stats.record(width=4, accepted=2, emitted=3)
+    stats.record(width=1, accepted=0, emitted=1)
+    assert stats.acceptance_by_position == [1, 1, 0]
+    assert (stats.tau, stats.bonus) == (2, 3)
 
 
 @pytest.mark.parametrize("taken", [1, 2, 5, 8, 9])
@@ -388,3 +400,33 @@ def test_values_that_would_crash_later(options, match):
 def test_wrapped_models_refuse_ids_outside_their_vocabulary():
     with pytest.raises(ValueError, match="token id 5000"):
         decode(make_hybrid("qwen3_5"), [1, 5000], None, 2)
+
+
+def test_a_text_that_begins_with_the_first_special_token_gets_no_second():
+    class Tokenizer:
+        bos_token = "<s>"
+
+        def encode(self, text, add_special_tokens):
+            return [1] * add_special_tokens + [7] * (len(text) - 2)
+
+    tokenizer = Tokenizer()
+    assert encode(tokenizer, "<s>a").tolist() == [7, 7]
+    assert encode(tokenizer, "abcd").tolist() == [1, 7, 7]
+    tokenizer.bos_token = None
+    assert encode(tokenizer, "<s>a").tolist() == [1, 7, 7]
+
+
+def test_a_number_beyond_any_token_id_is_no_prompt():
+    assert as_ids([2**31 - 1]).tolist() == [2**31 - 1]
+    for ids in ([2**31], [-1]):
+        with pytest.raises(DFlashError, match="no token id"):
+            as_ids(ids)
+
+
+def test_an_end_token_may_be_given_by_its_id(demo_pair):
+    tokenizer = copy.copy(demo_pair[2])
+    tokenizer.eos_token_ids = set()
+    add_end_tokens(tokenizer, ["7"])
+    assert tokenizer.eos_token_ids == {7}
+    with pytest.raises(DFlashError, match="no such token"):
+        add_end_tokens(tokenizer, ["no token at all"])

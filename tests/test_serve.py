@@ -163,6 +163,8 @@ def test_counts_reconcile_with_each_other_and_the_metrics(server):
     for name, value in (("generated", 33), ("accepted", block["accepted"]), ("prompt", usage["prompt_tokens"])):
         assert after[f"dflash_{name}_tokens_total"] - before[f"dflash_{name}_tokens_total"] == value
     assert after["dflash_rounds_total"] - before["dflash_rounds_total"] == block["rounds"]
+    emitted = [figures["dflash_tau"] * figures["dflash_rounds_total"] for figures in (before, after)]
+    assert emitted[1] - emitted[0] == pytest.approx(block["accepted"] + block["bonus"])
 
 
 def metrics(server):
