@@ -204,14 +204,17 @@ def test_a_target_that_computes_otherwise_in_wide_calls_is_found_out(demo_pair):
 
 
 def test_the_worst_difference_is_told():
-    def verdict(margin: float | None) -> Verdict:
-        return Verdict(9, 3, 1, 2, margin, 1e-3, "mlx-lm", 1.0)
+    def verdict(margin: float | None, differences: int = 1) -> Verdict:
+        fault = margin is None or margin > 1e-3
+        return Verdict(9, 3, 1, 2, margin, 1e-3, "mlx-lm", 1.0, differences, int(fault), 3, margin)
 
     assert lossless._worst([]) == lossless.Lossless(True)
     tie = lossless._worst([verdict(1e-4), verdict(5e-4)])
-    assert (tie.exact, tie.near_tie, tie.fault, tie.text) == (False, True, False, "tie at 3")
+    assert (tie.exact, tie.near_tie, tie.fault, tie.text) == (False, True, False, "tie at 3 (1 of 2)")
     assert "0.0005" in tie.detail
-    assert lossless._worst([verdict(1e-4), verdict(2.0)]).fault
+    assert lossless._worst([verdict(1e-4)]).text == "tie at 3"
+    wrong = lossless._worst([verdict(1e-4), verdict(2.0, differences=4)])
+    assert (wrong.fault, wrong.text) == (True, "NO, at 3 (1 of 5)")
     assert lossless._worst([verdict(2.0), verdict(None)]).detail == str(verdict(None))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ class Lossless:
     Attributes:
         exact: all texts are equal; None where the rule makes the text depend on the draft.
         near_tie: whether rounding explains every difference.
-        text: a line for the table; detail: the worst difference in full.
+        text: a line for the table, with the place of the worst difference and how many there are; detail: it in full.
     """
 
     exact: bool | None
@@ -69,10 +70,14 @@ def _compare(pair: Pair, task: Task, tokens: list[int], settings: Settings) -> V
 def _worst(differences: Sequence[Verdict]) -> Lossless:
     if not differences:
         return Lossless(True)
-    worst = min(differences, key=lambda found: (found.near_tie, -(found.margin or float("inf"))))
-    place = worst.first_difference
-    text = f"tie at {place}" if worst.near_tie else f"NO, at {place}"
+    worst = min(differences, key=lambda found: (found.near_tie, -_margin(found)))
+    several = sum(found.differences for found in differences)
+    text = f"{'tie' if worst.near_tie else 'NO,'} at {worst.worst}{f' (1 of {several})' if several > 1 else ''}"
     return Lossless(False, worst.near_tie, text, str(worst))
+
+
+def _margin(found: Verdict) -> float:
+    return math.inf if found.largest_margin is None else found.largest_margin
 
 
 def _distinct(texts: Any) -> list[list[int]]:
