@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from .. import __version__
+from .. import __version__, settings
 from ..device import limit
 from ..errors import DFlashError
 
@@ -27,6 +27,7 @@ COMMANDS = {
     "models": "list published pairs, or the mlx-lm families that a draft can drive",
     "benchmark": "measure DFlash against plain mlx-lm on this machine",
 }
+DECODING = ("generate", "chat", "serve", "benchmark")  # those that MLX's settings are made for
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
+    if args.command in DECODING and (line := settings.apply(os.environ)):
+        print(line, file=sys.stderr)
     try:
         return modules[args.command].run(args)
     except DFlashError as error:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..settings import Machine, parse
+from . import processes
 from .options import add_pair_arguments, at_least, json_object, within
 from .progress import progress_bar
 
@@ -35,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--warm-up", type=at_least(0), default=1, help="untimed runs before, default: %(default)s")
     group.add_argument("--cool-down", type=at_least(0, float), default=0.0, help="seconds of rest before each run")
     group.add_argument("--ignore-end", action="store_true", help="go on behind end tokens")
+    group.add_argument(
+        "--settings", nargs="?", const={}, type=mlx_settings, metavar="NAME=VALUE,...", help="measure in processes of "
+        "their own, with and without MLX's settings for this chip, or with and without these"
+    )  # fmt: skip
     group.add_argument("--prefill-step-size", type=at_least(1), default=2048, help="default: %(default)s")
     group.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast both models")
     group.add_argument(
@@ -79,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
 
         dataset.require(args.dataset, args.dataset_file)
 
+    if args.settings is not None and processes.MARK not in os.environ:
+        return _with_and_without(args)
+
     import mlx.core as mx
 
     from .. import benchmark
@@ -106,6 +116,37 @@ def run(args: argparse.Namespace) -> int:
         report = benchmark.run(benchmark.Pair(model, draft, tokenizer), tasks, arms, settings, about, progress)
     _show(args, report, len({task.name for task in tasks}), plan.draft)
     return 1 if any(found.fault for found in report.verdicts) else 0
+
+
+def mlx_settings(text: str) -> dict[str, str]:
+    """An argparse type: MLX's settings."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _with_and_without(args: argparse.Namespace) -> int:
+    """Each repeat twice, in processes of their own, since MLX reads its settings when it starts."""
+    from rich.console import Console
+
+    from ..errors import DFlashError
+
+    if args.plots:
+        raise DFlashError("--plots: can't be drawn of --settings, which compares processes; leave one of them out")
+    machine = Machine.here()
+    wanted = args.settings or {name: os.environ.get(name, value) for name, value in machine.settings().items()}
+    if not wanted:
+        raise DFlashError(
+            f"--settings: none are known to help on {machine.chip or 'this machine'} with "
+            f"{machine.memory / 2**30:.0f} GB; name some to try, e.g. --settings MLX_MAX_MB_PER_BUFFER=512"
+        )
+    found = processes.compare(args.argv, wanted, args.repeat, same_text=args.temp == 0 or args.acceptance == "match")
+    console = Console(width=None if Console().is_terminal else 150)
+    console.print(found.table())
+    if args.json:
+        args.json.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
+    return 0 if found.good else 1
 
 
 def _block(text: str) -> int | None:
