@@ -12,6 +12,7 @@ from tiny import make_target
 
 from dflash_mlx import generate_step
 from dflash_mlx.check import compare_with_plain
+from dflash_mlx.cli import generate
 from dflash_mlx.rounding import Rounding
 from dflash_mlx.target import check as target_check
 
@@ -148,15 +149,12 @@ def test_a_sampled_text_is_forced_and_judged_with_its_noise():
 @pytest.mark.parametrize("excused", [True, False])
 def test_the_exit_code_is_the_verdicts(cli, monkeypatch, excused):
     monkeypatch.setattr(Rounding, "limit", lambda self, position: float("inf") if excused else 0.0)
-    import dflash_mlx.generation as generation
+    own = generate._check
 
-    own = generation.decode
+    def altered(args, model, tokenizer, ids, tokens):
+        return own(args, model, tokenizer, ids, [*tokens[:2], tokens[2] + 1, *tokens[3:]])
 
-    def wrong(*args):
-        for i, token in enumerate(own(*args)):
-            yield type(token)(token.id + 1, token.logprobs, token.from_draft) if i == 2 else token
-
-    monkeypatch.setattr(generation, "decode", wrong)
+    monkeypatch.setattr(generate, "_check", altered)
     outcome = cli("generate", "--model", "demo", "--prompt", "def", "-m", 6, "--check", "--json", "--block-size", 1)
     assert outcome.code == (0 if excused else 1)
     check = json.loads(outcome.out)["check"]
