@@ -19,6 +19,8 @@ from dflash_mlx import DFlashError, generate_step
 from dflash_mlx.check import compare_with_plain
 from dflash_mlx.cli.options import add_end_tokens
 from dflash_mlx.decode import GenerationStats, Proposal, round
+from dflash_mlx.decode.caches import align
+from dflash_mlx.draft import DraftKVCache
 from dflash_mlx.generation import _tokens
 from dflash_mlx.prompt import as_ids, encode
 from dflash_mlx.target.intercept import intercept
@@ -402,6 +404,16 @@ def test_wrapped_models_refuse_ids_outside_their_vocabulary():
         decode(make_hybrid("qwen3_5"), [1, 5000], None, 2)
 
 
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("held", [0, 9, 10, 14])
+def test_a_drafts_caches_are_brought_to_a_length(held, window):
+    cache, rows = DraftKVCache(window), mx.zeros((1, 2, held, 4))
+    cache.write(rows, rows, held)
+    align([cache], 10)
+    assert cache.offset == 10
+    assert cache.rows <= 10
+
+
 def test_a_text_that_begins_with_the_first_special_token_gets_no_second():
     class Tokenizer:
         bos_token = "<s>"
@@ -426,7 +438,8 @@ def test_a_number_beyond_any_token_id_is_no_prompt():
 def test_an_end_token_may_be_given_by_its_id(demo_pair):
     tokenizer = copy.copy(demo_pair[2])
     tokenizer.eos_token_ids = set()
-    add_end_tokens(tokenizer, ["7"])
-    assert tokenizer.eos_token_ids == {7}
+    number = next(i for i in range(100, 1000) if str(i) not in tokenizer.get_vocab())
+    add_end_tokens(tokenizer, [str(number)])
+    assert tokenizer.eos_token_ids == {number}
     with pytest.raises(DFlashError, match="no such token"):
         add_end_tokens(tokenizer, ["no token at all"])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from tiny import draft_config, make_draft
+from tiny import draft_config, make_draft, save_draft
 
 from dflash_mlx import DraftError
 from dflash_mlx.draft import DFlashDraftModel, DraftConfig, build_target_layer_ids, extract_context_feature
+from dflash_mlx.draft.headers import read_headers
 from dflash_mlx.draft.reading import HEAD_DIMS
+from dflash_mlx.fit import TargetFacts, check_fit
 
 NESTED = {"target_layer_ids": [0, 2], "mask_token_id": 255}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -272,3 +275,20 @@ def test_build_target_layer_ids_spreads_evenly():
 def test_extract_context_feature_skips_the_embedding_and_keeps_the_order():
     states = [mx.full((1, 2, 3), float(i)) for i in range(5)]
     assert extract_context_feature(states, [2, 0])[0, 0].tolist() == [3.0] * 3 + [1.0] * 3
+
+
+def test_a_draft_that_taps_one_layer_beyond_the_target_does_not_fit():
+    for taps, fits in (([0, 3], True), ([0, 4], False)):
+        draft = DraftConfig.from_dict(
+            spelled(num_target_layers=None, dflash_config={**NESTED, "target_layer_ids": taps})
+        )
+        with contextlib.nullcontext() if fits else pytest.raises(DraftError, match="taps layer 4 of 4 layers"):
+            check_fit(draft, TargetFacts("t", 64, 256, 4), "d")
+
+
+def test_a_file_that_lacks_one_byte_is_cut_short(tmp_path):
+    file = save_draft(tmp_path / "draft", make_draft()) / "model.safetensors"
+    read_headers(file.parent)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DraftError, match="cut short"):
+        read_headers(file.parent)
