@@ -176,7 +176,7 @@ def _tokens(
     width = _block_size(drafter, block_size, stats)
     if width == 1:
         drafter = None
-    target_cache, draft_cache, held = split_caches(target, drafter, prompt_cache, max_kv_size)
+    target_cache, draft_cache, held, noise_shift = split_caches(target, drafter, prompt_cache, max_kv_size)
     if kv_bits is not None:
         target.check_quantizable(target_cache, kv_group_size)
     if drafter is not None:
@@ -200,6 +200,7 @@ def _tokens(
         draft_cache,
         stats,
         held=held,
+        noise_shift=noise_shift,
         private=prompt_cache is None,
         stream=stream,
         quantize=quantize,

@@ -363,3 +363,37 @@ def test_a_seed_gives_the_same_text_in_a_fresh_process_and_after_another_request
     for flags in (["--block-size", "1"], ["--block-size", "4"], ["--draft-model", "none"]):
         assert main([*argv, *flags]) == 0
         assert capsys.readouterr().out == fresh.stdout
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "rwkv7"])
+def test_a_seeded_second_turn_of_recurrent_caches_uses_new_noise(monkeypatch, family):
+    """They do not say how many tokens they hold, and from a file nothing else does either."""
+    import matrix
+
+    from dflash_mlx.target import Target
+
+    model = matrix.build(family)
+    draft = matrix.real_draft(Target(model), [0, 1])
+    used: list[list[int]] = []
+    keys = TokenPicker._keys
+    monkeypatch.setattr(TokenPicker, "_keys", lambda self, at, purpose: used[-1].extend(at) or keys(self, at, purpose))
+
+    def turns(draft_model, reloaded=False):
+        cache, text = model.make_cache(), []
+        if draft_model is not None:
+            cache += draft.make_cache()
+        for prompt in ([1, 2, 3, 4, 5], [6, 7], [8]):
+            used.append([])
+            steps = generate_step(prompt, model, draft_model, max_tokens=7, temp=0.9, seed=5, prompt_cache=cache)
+            text += [[token for token, *_ in steps]]
+            if reloaded:
+                cache = [type(entry).from_state(entry.state) for entry in cache]
+        return text
+
+    assert turns(None) == turns(draft)
+    for first, second, third in (used[:3], used[3:]):
+        assert max(first) < max(second) < max(third)
+        assert not set(first[:7]) & set(second), "noise of tokens that were emitted"
+    used.clear()
+    turns(None, reloaded=True)
+    assert not set(used[0]) & set(used[1])

@@ -19,6 +19,24 @@ def cached_tokens(caches: Sequence[Any]) -> int:
     return max((offset for offset in offsets if isinstance(offset, int)), default=0)
 
 
+# Added to the positions of noise where recurrent caches come from elsewhere and nobody knows how many tokens they hold:
+# no text is so long that noise is used twice.
+FAR = 1 << 32
+
+
+def note_tokens(caches: Sequence[Any], count: int) -> None:
+    """Note with a target's caches how many tokens they hold, where all are recurrent and do not say themselves."""
+    if caches and all(map(recurrent, caches)):
+        vars(caches[0])["dflash_tokens"] = count
+
+
+def _noted_tokens(caches: Sequence[Any]) -> int:
+    """As noted, behind `FAR` where nothing was; 0 where other entries say it, or nothing is held."""
+    if cached_tokens(caches) or not all(map(recurrent, caches)) or all(cache.empty() for cache in caches):
+        return 0
+    return vars(caches[0]).get("dflash_tokens", FAR)
+
+
 def _flat(caches: Sequence[Any]) -> Iterator[Any]:
     for cache in caches:
         yield from _flat(cache.caches) if isinstance(cache, CacheList) else (cache,)
@@ -49,24 +67,30 @@ def align(draft_cache: Sequence[Any], length: int) -> None:
 
 def split_caches(
     target: Target, drafter: Drafter | None, given: list[Any] | None, max_kv_size: int | None
-) -> tuple[list[Any], list[Any], int]:
-    """The caches of both models, and how many tokens they hold: fresh ones, or the given list split in two."""
+) -> tuple[list[Any], list[Any], int, int]:
+    """The caches of both models, fresh ones or the given list split in two.
+
+    Returns:
+        The target's, the draft's, how many tokens they hold, and how far behind these the noise of the next is.
+    """
     fresh = target.make_cache(max_kv_size)
     if given is None:
-        return fresh, drafter.make_cache() if drafter else [], 0
+        return fresh, drafter.make_cache() if drafter else [], 0, 0
     target_cache, draft_cache = given[: len(fresh)], given[len(fresh) :]
     if len(target_cache) < len(fresh):
         raise ValueError(f"prompt_cache has {len(given)} entries, the target needs {len(fresh)}")
-    held = cached_tokens(target_cache)
+    noted = _noted_tokens(target_cache)
+    held = cached_tokens(target_cache) or noted % FAR
     if drafter is None:
-        return target_cache, [], held
+        return target_cache, [], held, noted - noted % FAR
     if not draft_cache:
         # The draft sees nothing of what came before, only proposes worse for a while; positions stay absolute.
-        return target_cache, drafter.make_cache(offset=held), held
+        return target_cache, drafter.make_cache(offset=held), held, noted - noted % FAR
     expected = len(drafter.make_cache())
     if len(draft_cache) != expected:
         raise DraftError(f"prompt_cache has {len(draft_cache)} draft entries, this draft needs {expected}")
     if all(map(recurrent, target_cache)):
-        held = draft_cache[0].offset  # recurrent state does not say how many tokens made it
+        held = draft_cache[0].offset  # known even where the caches come from a file
+        noted = noted if noted != FAR else held
     align(draft_cache, held)  # it may be behind, e.g. when a turn was decoded without it
-    return target_cache, draft_cache, held
+    return target_cache, draft_cache, held, noted - noted % FAR

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..target.intercept import stop_intercepting
 from ..target.undo import CanNotRewind
-from .caches import align
+from .caches import align, note_tokens
 from .round import Flight, Session
 
 
@@ -107,6 +107,7 @@ def _draft_again(session: Session) -> None:
 
 
 def _launch(session: Session) -> None:
+    note_tokens(session.target_cache, session.noise_shift + session.fed)
     mx.async_eval([cache.state for cache in (*session.target_cache, *session.draft_cache)])
 
 

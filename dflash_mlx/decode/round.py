@@ -67,7 +67,7 @@ class Session:
     Args:
         target, drafter: drafter None decodes plainly.
         target_cache, draft_cache: updated in place; they may hold earlier tokens.
-        held: how many; recurrent caches do not say.
+        held: how many; recurrent caches do not say. noise_shift: how far behind its position a token's noise is.
         private: whether nobody sees the caches afterwards; how they end then does not matter.
         quantize: called with the target's cache after each forward (mlx-lm's `maybe_quantize_kv_cache`).
         profile: time host, draft and verify apart, at the price of a second sync a round.
@@ -83,6 +83,7 @@ class Session:
         stats: GenerationStats,
         *,
         held: int | None = None,
+        noise_shift: int = 0,
         private: bool = False,
         stream: Any = None,
         quantize: Callable[[list[Any]], None] = lambda cache: None,
@@ -93,6 +94,7 @@ class Session:
         self.private, self.stream, self.quantize, self.profile = private, stream, quantize, profile
         self.taps: Sequence[int] = drafter.target_layer_ids if drafter else ()
         self.fed = cached_tokens(target_cache) if held is None else held
+        self.noise_shift = noise_shift
         self.start = self.fed  # absolute position of tokens[0]
         self.rewinder = target.rewinder(target_cache)
         self.vocab = 0  # width of the logits, known after the first round
@@ -178,7 +180,7 @@ class Session:
         assert self.drafter is not None
         # By match the draft picks with the target's own noise, by rejection it must not know it.
         purpose = "draft" if self.picker.rejection else "pick"
-        noise = self.picker.noise(self.fed + 1, width - 1, self.vocab, purpose)
+        noise = self.picker.noise(self.noise_shift + self.fed + 1, width - 1, self.vocab, purpose)
         return self.drafter.propose(
             DraftRequest(anchor, width, self.tokens, context, self.draft_cache, self.target, self.picker, noise)
         )
@@ -198,7 +200,7 @@ class Session:
         self.fed += width
         self.quantize(self.target_cache)
         self.vocab = logits.shape[-1]
-        noise = self.picker.noise(first + 1, width, self.vocab)
+        noise = self.picker.noise(self.noise_shift + first + 1, width, self.vocab)
         if self.picker.logits_processors:
             self.seen = self._tokens_before(len(self.tokens) if ahead else len(self.tokens) - 1)
             logits = self.picker.processed(logits[0], self.seen, block)[None]
@@ -224,7 +226,8 @@ class Session:
         self, proposed: mx.array, proposal: Proposal, logits: mx.array, noise: Noise, first: int
     ) -> tuple[mx.array, mx.array]:
         rows = proposed.shape[0]
-        uniform = self.picker.uniform(range(first + 1, first + 1 + rows), "accept")[:, 0]
+        position = self.noise_shift + first + 1
+        uniform = self.picker.uniform(range(position, position + rows), "accept")[:, 0]
         draft = None if proposal.scores is None else proposal.scores[:rows]
         return reject(proposed, draft, self.picker.scores(logits, noise.coin), uniform, noise.gumbel)
 
@@ -275,9 +278,9 @@ class Session:
                     self.drafter.extend(self.drafter.context(taps), self.draft_cache)
                 done += chunk.shape[0]
                 self.fed += chunk.shape[0]
-                mark = self._mark_prompt()
                 mx.eval([cache.state for cache in (*self.target_cache, *self.draft_cache)])
                 mx.clear_cache()
+                mark = self._mark_prompt()
         self.tokens = cast(list[int], prompt.tolist())
         self.anchor = prompt[-1:]
         self.backlog = Backlog(self.fed)

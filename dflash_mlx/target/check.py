@@ -1,6 +1,6 @@
 """Proof, at load, that a target is understood: its blocks are its single steps, and taps, embedding and head are right.
 
-A few forwards of one and two dummy tokens. Knows `Target`; a family is never trusted by its name, but two are
+A few forwards of a few dummy tokens. Knows `Target`; a family is never trusted by its name, but two are
 refused by it, because mlx-lm itself is wrong there in a way that a short check can't show.
 """
 
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 from mlx import nn
+from mlx_lm.models.cache import CacheList
 
 from .intercept import intercept
-from .rewind import recurrent
+from .replay import LayerCall, RowAxes, row_axes
+from .rewind import Rewinder, receivers, recurrent
 from .structure import array_arguments
 
 if TYPE_CHECKING:
@@ -68,8 +71,61 @@ def check_blocks(target: Target) -> None:
     for i, calls in seen.items():
         _check_repeats(target, i, calls)
     single = target.model(ids[:, :1], cache=None)
-    if _distance(single[:, :1], logits[:, :1]) > (0.1 if logits.dtype != mx.float32 else 1e-2):
+    if _distance(single[:, :1], logits[:, :1]) > _tolerance(logits):
         raise target.refusal("it computes a row differently when another follows")
+
+
+def find_row_axes(target: Target) -> RowAxes:
+    """Which axes of what the layers are given are rows, from two forwards that are built and never computed.
+
+    Raises:
+        TargetError: a recurrent cache is given to no layer.
+    """
+    (two, owned), (three, _) = (_calls(target, n) for n in (2, 3))
+    if missing := [i for i, cache in enumerate(target.make_cache()) if recurrent(cache) and i not in owned]:
+        raise target.refusal(f"no layer is given its recurrent cache {missing[0]}, so it can't be replayed")
+    return row_axes(two, three)
+
+
+def check_replay(target: Target, axes: RowAxes) -> None:
+    """Check that layers with recurrent state run again on a part of a block as if they had seen no more.
+
+    Raises:
+        TargetError: a cache holds something else after a replay.
+    """
+    ours, clean, ids = target.make_cache(), target.make_cache(), [0, 1, 1, 0, 1, 0]
+    rewinder = Rewinder(ours, target.layers, lambda: axes)
+    target.forward(mx.array([ids[:2]]), ours)
+    rewinder.mark(2, 4)
+    logits, _ = target.forward(mx.array([ids[2:]]), ours, watch=rewinder.watch())
+    rewinder.rewind(6, 4)
+    target.forward(mx.array([ids[:2]]), clean)
+    target.forward(mx.array([ids[2:4]]), clean, watch=())
+    for i in rewinder.replayed:
+        states = [_recurrent_state(caches[i]) for caches in (ours, clean)]
+        if any(_distance(a, b) > _tolerance(logits) for a, b in zip(*states, strict=True)):
+            raise target.refusal(f"its recurrent cache {i} holds something else after a replay")
+
+
+def _calls(target: Target, tokens: int) -> tuple[list[LayerCall], set[int]]:
+    """The calls of the layers in a forward, and the caches that they are given."""
+    fresh, calls = target.make_cache(), []
+    owned: set[int] = set()
+
+    def see(layer: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls.append(LayerCall(layer, own, args, kwargs))
+        owned.update(receivers(fresh, (*args, *kwargs.values())))
+        return own(*args, **kwargs)
+
+    with intercept([(layer, partial(see, i)) for i, layer in enumerate(target.layers)]):
+        target.model(mx.array([[1] * tokens]), cache=fresh)
+    return calls, owned
+
+
+def _recurrent_state(cache: Any) -> list[mx.array]:
+    if type(cache) is CacheList:
+        return [array for member in cache.caches for array in _recurrent_state(member)]
+    return [array for array in cache.cache if array is not None] if recurrent(cache) else []
 
 
 def check_taps(target: Target, taps: Sequence[int]) -> float:
@@ -117,6 +173,10 @@ def _check_tap(target: Target, i: int, seen: dict[int, _Seen]) -> None:
 def _check_repeats(target: Target, i: int, calls: _Seen) -> None:
     if calls.by_hand and not _equal(hidden(calls.outputs[0]), hidden(calls.by_hand[0])):
         raise target.refusal(f"layer {i} returns something else when it is run again")
+
+
+def _tolerance(logits: mx.array) -> float:
+    return 0.1 if logits.dtype != mx.float32 else 1e-2
 
 
 def _equal(a: mx.array, b: mx.array) -> bool:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -26,23 +26,8 @@ from mlx_lm.models.cache import (
 )
 
 from .pinned import unpin
+from .replay import LayerCall, RowAxes
 from .undo import CanNotRewind, Undo, note
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """One call of a layer during a round, and the indices of the caches it was given."""
-
-    own: Callable[..., Any]
-    args: tuple
-    kwargs: dict[str, Any]
-    caches: frozenset[int]
-
-    def replay(self, width: int, keep: int) -> None:
-        """Call again with the first `keep` of `width` rows; only the caches change."""
-        self.own(
-            *(_cut(a, width, keep) for a in self.args), **{k: _cut(a, width, keep) for k, a in self.kwargs.items()}
-        )
 
 
 @dataclass
@@ -127,10 +112,11 @@ class Rewinder:
 
     Args:
         caches: a target's caches, one list for its whole life. layers: those that may own recurrent state.
+        axes: asked when such a layer runs again.
     """
 
-    def __init__(self, caches: list[Any], layers: Sequence[nn.Module]):
-        self.caches = caches
+    def __init__(self, caches: list[Any], layers: Sequence[nn.Module], axes: Callable[[], RowAxes] = dict):
+        self.caches, self.axes = caches, axes
         self.replayed = frozenset(i for i, cache in enumerate(caches) if recurrent(cache))
         self.layers = list(layers) if self.replayed else []
         self.marks: list[Mark] = []
@@ -152,12 +138,12 @@ class Rewinder:
         if mark.width == 1:
             return []
 
-        def record(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if given := receivers(self.caches, (*args, *kwargs.values())) & self.replayed:
-                mark.calls.append(LayerCall(own, args, kwargs, given))
+        def record(layer: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if receivers(self.caches, (*args, *kwargs.values())) & self.replayed:
+                mark.calls.append(LayerCall(layer, own, args, kwargs))
             return own(*args, **kwargs)
 
-        return [(layer, record) for layer in self.layers]
+        return [(layer, partial(record, i)) for i, layer in enumerate(self.layers)]
 
     def states(self) -> list[Any]:
         """What the recurrent caches hold; logits do not depend on the state behind their own row."""
@@ -181,7 +167,7 @@ class Rewinder:
             else:
                 _drop(cache, fed - length)
         for call in newest.calls:
-            call.replay(newest.width, length - newest.start)
+            call.replay(newest.width, length - newest.start, self.axes())
         return length
 
     def restore(self, length: int) -> int:
@@ -208,16 +194,3 @@ def _drop(cache: Any, n: int) -> None:
             _drop(member, n)
     else:
         CUT[type(cache)](cache, n)
-
-
-def _cut(value: Any, width: int, keep: int) -> Any:
-    """An argument of a layer for its first `keep` rows: hidden states, per-row inputs and masks."""
-    if isinstance(value, tuple):
-        return tuple(_cut(item, width, keep) for item in value)
-    if not isinstance(value, mx.array) or keep == width:
-        return value
-    if value.ndim >= 2 and value.shape[1] == width:  # [B, width, ...]
-        return value[:, :keep]
-    if value.ndim >= 2 and value.shape[-2] == width:  # mask [..., width, keys]
-        return value[..., :keep, : value.shape[-1] - (width - keep)]
-    return value

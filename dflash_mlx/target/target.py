@@ -21,10 +21,11 @@ from ..device import limits_told
 from ..errors import DFlashError, TargetError
 from .absorbed import absorbing
 from .args import argument
-from .check import check_blocks, check_taps, hidden
+from .check import check_blocks, check_replay, check_taps, find_row_axes, hidden
 from .intercept import Handler, intercept
 from .pinned import pin, unpin
-from .rewind import Rewinder, receivers, recurrent, unsupported
+from .replay import RowAxes
+from .rewind import Rewinder, recurrent, unsupported
 from .structure import find_embedding, find_final_norm, find_inner
 
 
@@ -33,14 +34,14 @@ class _Proof:
     """What was proven of a model by running it, while its parts are still the same objects; it keeps none alive.
 
     Attributes:
-        blocks: whether several rows are computed as single ones; rewindable: whether its own caches are.
+        blocks: whether several rows are computed as single ones; axes: see `row_axes`.
         taps: layers whose outputs were checked, with embedding and head; embed_scale: found with them.
     """
 
     model: weakref.ref
     layers: list[weakref.ref]
     blocks: bool = False
-    rewindable: bool = False
+    axes: RowAxes | None = None
     taps: set[int] = field(default_factory=set)
     embed_scale: float = 1.0
 
@@ -109,25 +110,23 @@ class Target:
     def require_rewindable(self, caches: Sequence[Any]) -> None:
         """Raise `TargetError` naming the family unless every cache can be rewound.
 
-        Recurrent state is rewound by running its layer again, so some layer must be given it; to see which, the
-        model builds (and never evaluates) a forward of two tokens.
+        Recurrent state is rewound by running its layer again, so some layer must be given it.
         """
         if kind := unsupported(caches):
             raise self.refusal(f"its {kind} can't be rewound")
-        if not any(map(recurrent, caches)) or (proof := self._proof()).rewindable:
-            return
-        fresh = self.make_cache()
-        owned: set[int] = set()
+        if any(map(recurrent, caches)):
+            self.row_axes()
 
-        def see(own: Any, *args: Any, **kwargs: Any) -> Any:
-            owned.update(receivers(fresh, (*args, *kwargs.values())))
-            return own(*args, **kwargs)
+    def row_axes(self) -> RowAxes:
+        """Which axes of what its layers are given are rows; looked for once a model.
 
-        with intercept([(layer, see) for layer in self.layers]):
-            self.model(mx.array([[0, 1]]), cache=fresh)
-        if missing := [i for i, cache in enumerate(fresh) if recurrent(cache) and i not in owned]:
-            raise self.refusal(f"no layer is given its recurrent cache {missing[0]}, so it can't be replayed")
-        proof.rewindable = True
+        Raises:
+            TargetError: some recurrent state is given to no layer.
+        """
+        proof = self._proof()
+        if proof.axes is None:
+            proof.axes = find_row_axes(self)
+        return proof.axes
 
     def forward(
         self,
@@ -189,11 +188,11 @@ class Target:
 
     def rewinder(self, caches: list[Any]) -> Rewinder:
         """What takes these caches back when part of a round is not kept."""
-        return Rewinder(caches, self.layers)
+        return Rewinder(caches, self.layers, self.row_axes)
 
     def check(self, taps: Sequence[int] = ()) -> None:
-        """Prove that blocks are computed as single steps are, that tap i is the output of layer i, and with taps that
-        `embed` and `head` are right; once a model and tap.
+        """Prove that blocks are computed as single steps are and can be cut, that tap i is the output of layer i, and
+        with taps that `embed` and `head` are right; once a model and tap.
 
         Raises:
             TargetError: a tap is out of range, or something is not what it should be.
@@ -204,6 +203,8 @@ class Target:
         if not proof.blocks:
             with limits_told():
                 check_blocks(self)
+                if any(map(recurrent, self.make_cache())):
+                    check_replay(self, self.row_axes())
             proof.blocks = True
         if not set(taps) <= proof.taps:
             with limits_told():
