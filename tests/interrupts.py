@@ -52,11 +52,11 @@ class Often(DFlashDrafter):
 
     def __init__(self, draft: Any, script: list[int], seed: int):
         super().__init__(draft)
-        self.script, self.rng = script, random.Random(seed)
+        self.script, self.rng, self.start = script, random.Random(seed), 0
 
     def propose(self, request: Any) -> Proposal:
         real = super().propose(request)
-        at, n = len(request.tokens), request.width - 1
+        at, n = self.start + len(request.tokens), request.width - 1
         keep = self.rng.choice([0, 1, 3, 5, 7, 7])
         truth = (self.script[at : at + n] + [0] * n)[:n]
         return Proposal(
