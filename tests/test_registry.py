@@ -13,6 +13,7 @@ import pytest
 from dflash_mlx import DFlashError, registry
 from dflash_mlx.fit import TargetFacts
 from dflash_mlx.lineage import Ancestor
+from dflash_mlx.loading import _advice
 from dflash_mlx.names import normalise
 from dflash_mlx.registry import KINDS, LAYOUTS, Pair, PublishedDraft, find_draft, pairs, resolve
 
@@ -416,3 +417,10 @@ def test_table_entry_is_well_formed(pair: Pair) -> None:
             assert draft.taps == sorted(set(draft.taps))
             assert draft.taps[0] >= 0
             assert draft.taps[-1] < (pair.layers or 2**31)
+
+
+def test_a_block_is_recommended_where_it_is_not_the_drafts_own() -> None:
+    pair = Pair(["a/target"], [], recommended_block={"4": 16})
+    for block, says in ((16, []), (8, ["blocks of 16 did best on 4-bit targets (--block-size 16)"])):
+        assert list(_advice(PublishedDraft("a/draft", block=block), pair, {"quantization": {"bits": 4}})) == says
+    assert list(_advice(PublishedDraft("a/draft", block=8), pair, {})) == []
