@@ -29,6 +29,16 @@ def port(text: str) -> int:
     return int(text)
 
 
+def words(text: str) -> list[str]:
+    """An argparse type: names with commas between them."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def hosts(text: str) -> list[str]:
+    """An argparse type: host names or origins with commas between them, as browsers send them."""
+    return [name.lower().removesuffix("/") for name in words(text)]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser)
     _add_decoding(parser)
@@ -76,12 +86,35 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("access")
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
     group.add_argument("--port", type=port, default=8080, help="default: %(default)s; 0 takes a free one")
+    group.add_argument(
+        "--alias",
+        type=words,
+        default=[],
+        metavar="NAMES",
+        help="further names of the model, as gpt-4o,claude-haiku-4-5",
+    )
     group.add_argument("--api-key", help=f"asked of every request but /health; or ${KEY_VARIABLE}, which ps can't see")
     group.add_argument(
-        "--allowed-origins", type=lambda text: text.split(","), default=[], help="web pages that may use it; * for any"
+        "--allowed-hosts",
+        type=hosts,
+        default=[],
+        metavar="NAMES",
+        help="further names that it may be asked under, as llm.example.com,*.lan",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        type=hosts,
+        default=[],
+        metavar="ORIGINS",
+        help="web pages that may use it, as http://localhost:3000,app://*; * for any",
     )
     group.add_argument("--max-body-bytes", type=size, default="32MB", help="of a request (default: 32MB)")
     group.add_argument("--max-prompt-tokens", type=at_least(1), help="default: what the target was made for")
+    group.add_argument(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="of a request, said once in the log, instead of refusing it",
+    )
     group.add_argument("--max-queue", type=at_least(1), default=256, help="requests that may wait (default: 256)")
     group.add_argument(
         "--log-level", choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], default="INFO", help="default: INFO"

@@ -6,7 +6,6 @@ import argparse
 import logging
 import socket
 import sys
-import threading
 from http.server import ThreadingHTTPServer
 from typing import Any
 
@@ -14,12 +13,11 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..errors import DFlashError
 from ..loading import Plan
+from .access import loopback
+from .connections import Connections, most_connections
 from .engine import Engine
 from .handler import Handler
-from .limits import loopback
 from .provider import Provider
-
-MAX_CONNECTIONS = 512
 
 
 class Server(ThreadingHTTPServer):
@@ -31,20 +29,17 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[Any, ...], family: socket.AddressFamily, engine: Engine):
         self.address_family = family
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._connections = Connections(most_connections())
+        self.begin = self._connections.begin
         super().__init__(address[:2], lambda *args: Handler(engine, *args))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        self._connections.add(request)
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.remove(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logging.getLogger(__name__).info("a connection broke off", exc_info=True)
@@ -55,7 +50,7 @@ def serve(args: argparse.Namespace, plan: Plan) -> int:
 
     Raises `DFlashError` when the address can't be had or the pair can't be loaded.
     """
-    args.guarded = loopback(args.host) and args.api_key is None
+    args.known_hosts = known_hosts(args)
     if not loopback(args.host) and args.api_key is None:
         print(
             f"WARNING: anyone who reaches {args.host} can use this server. Give --api-key, or leave --host away.",
@@ -76,6 +71,15 @@ def serve(args: argparse.Namespace, plan: Plan) -> int:
     finally:
         engine.stop_and_join()
     return 0
+
+
+def known_hosts(args: argparse.Namespace) -> list[str] | None:
+    """Names beside the private ones that it may be asked under, None for any; see `access`.
+
+    A key, or an address that others reach, is another way in, so there only names that were given restrict it.
+    """
+    guarded = loopback(args.host) and args.api_key is None
+    return args.allowed_hosts if guarded or args.allowed_hosts else None
 
 
 def _bound(host: str, port: int, engine: Engine) -> Server:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+WORDS: dict[type, str] = {
+    int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list", dict: "an object",
+    type(None): "null",
+}  # fmt: skip
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -31,3 +36,14 @@ class ClientGone(Exception):
 def internal_error() -> ApiError:
     """For a fault of ours; what happened stands in the server's log only."""
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+
+
+def named(*kinds: type) -> str:
+    """JSON's types in words, for a message: "text or a list"."""
+    return " or ".join(WORDS[kind] for kind in kinds if not (kind is int and float in kinds))
+
+
+def shown(value: Any) -> str:
+    """A value as JSON, cut, for a message."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."

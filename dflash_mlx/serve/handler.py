@@ -1,7 +1,4 @@
-"""HTTP: reads a request within its limits, finds its route, writes the reply or the error. Knows no tokens.
-
-`Handler` is mlx-lm's handler with another front: its routes come from a table, and nothing it reads is trusted.
-"""
+"""HTTP: reads a request within its limits, finds its route, writes the reply or the error. Knows no tokens."""
 
 from __future__ import annotations
 
@@ -9,36 +6,31 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote_to_bytes
 
-from mlx_lm.server import APIHandler
-
+from .access import check_host, check_key, check_origin, matches
 from .errors import ApiError, ClientGone, internal_error
-from .limits import (
-    BODY_SECONDS,
-    WRITE_SECONDS,
-    DeadlineReader,
-    check_host,
-    check_key,
-    check_origin,
-    client_left,
-    linger,
-)
+from .json_body import read_json
+from .limits import BODY_SECONDS, WRITE_SECONDS, DeadlineReader, client_left, linger
 from .routes import find
 
 if TYPE_CHECKING:
+    from .app import Server
     from .engine import Engine
 
 log = logging.getLogger(__name__)
 
 
-class Handler(APIHandler):
+class Handler(BaseHTTPRequestHandler):
     """One connection, which carries one request.
 
     Attributes:
-        engine: what serves. body: the request's JSON, of a POST. route_path: its path without the query.
+        engine: what serves. body: the request's JSON, of a POST. route_path: its path decoded, without the query.
     """
 
+    server: Server
     server_version = "dflash-mlx"
     sys_version = ""
 
@@ -48,7 +40,7 @@ class Handler(APIHandler):
         self.route_path = ""
         self.begun = False  # whether any of the reply was sent
         self.error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body
-        super().__init__(engine, *args, system_fingerprint=engine.system_fingerprint, **kwargs)
+        super().__init__(*args, **kwargs)
 
     def setup(self) -> None:
         super().setup()
@@ -77,7 +69,7 @@ class Handler(APIHandler):
     def do_OPTIONS(self) -> None:
         """What a browser asks before a page of another origin may post."""
         try:
-            check_host(self.headers, self.engine.args.guarded)
+            check_host(self.headers, self.engine.args.known_hosts)
             check_origin(self.headers, self.engine.args.allowed_origins)
         except ApiError as error:
             return self._refuse(error)
@@ -87,12 +79,12 @@ class Handler(APIHandler):
 
     def _serve(self, method: str) -> None:
         args = self.engine.args
-        self.route_path = self.path.partition("?")[0]
+        self.route_path = unquote_to_bytes(self.path.partition("?")[0].encode("latin-1")).decode(errors="replace")
         try:
             route, methods = find(method, self.route_path)
             if route is not None:
                 self.error_body = route.error_body
-            check_host(self.headers, args.guarded)
+            check_host(self.headers, args.known_hosts)
             check_origin(self.headers, args.allowed_origins)
             if route is None or not route.open:
                 check_key(self.headers, args.api_key)
@@ -100,17 +92,19 @@ class Handler(APIHandler):
                 raise _no_route(method, self.route_path, methods)
             if method == "POST":
                 self.body = self._read_body()
+            if not self.server.begin(self.connection):
+                raise ApiError(503, "too many requests at once; try again later", code="too_many_connections")
             self.connection.settimeout(WRITE_SECONDS)
             route.answer(self)
         except ApiError as error:
             self._refuse(error)
         except (ClientGone, ConnectionError):
-            log.info("the client of %s left", self.route_path)
+            log.info("the client of %r left", self.route_path)
         except TimeoutError:
             if self.body is None and not self.begun:
                 self._refuse(ApiError(408, "the request took too long to arrive", code="timeout"))
         except Exception:
-            log.exception("%s %s failed", method, self.route_path)
+            log.exception("%s %r failed", method, self.route_path)
             self._refuse(internal_error())
 
     def _read_body(self) -> Any:
@@ -127,11 +121,7 @@ class Handler(APIHandler):
         raw = self.rfile.read(int(length))
         if len(raw) < int(length):
             raise ClientGone
-        try:
-            return json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            what = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
-            raise ApiError(400, f"the body is not valid JSON: {what}", code="invalid_json") from None
+        return read_json(raw)
 
     # For routes ----------------------------------------------------------------------------------------------
 
@@ -176,7 +166,10 @@ class Handler(APIHandler):
 
     def _begin_events(self) -> None:
         self.begun = True
-        self._set_stream_headers(200)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-cache")
+        self._set_cors_headers()
         self.send_header("X-Accel-Buffering", "no")
         self.end_headers()
 
@@ -196,7 +189,7 @@ class Handler(APIHandler):
             if self.command not in ("GET", "HEAD") and self.body is None:
                 linger(self.connection)
         except OSError:
-            log.info("the client of %s left before its error", self.route_path)
+            log.info("the client of %r left before its error", self.route_path)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the HTTP parser refuses, as an error object too."""
@@ -204,9 +197,16 @@ class Handler(APIHandler):
         self._refuse(ApiError(int(code), message or "not a request that can be read"))
 
     def _set_cors_headers(self) -> None:
+        """Let the page that asks read the answer; it has passed `check_origin`, or the answer is its refusal."""
         headers = getattr(self, "headers", None)  # there are none yet when a request line can't be read
-        if headers is not None and headers.get("Origin"):
-            super()._set_cors_headers()
+        origin = headers.get("Origin") if headers is not None else None
+        if not origin:
+            return
+        if matches(origin.lower(), self.engine.args.allowed_origins):
+            self.send_header("Access-Control-Allow-Origin", origin)
+            self.send_header("Vary", "Origin")
+        self.send_header("Access-Control-Allow-Methods", "*")
+        self.send_header("Access-Control-Allow-Headers", "*")
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are logged at INFO, in the server's own log; the key stands in no line."""

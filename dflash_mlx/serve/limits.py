@@ -1,18 +1,12 @@
-"""What keeps a client from harming the server: deadlines, sizes, the key, and who may ask from a web page."""
+"""What keeps a client from harming the server by time: deadlines, and whether it is still there."""
 
 from __future__ import annotations
 
-import hmac
 import io
-import ipaddress
 import select
 import socket
 import time
-from email.message import Message
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
-
-from .errors import ApiError
 
 HEAD_SECONDS = 10.0  # for a request's head
 BODY_SECONDS = 30.0  # more, for its body
@@ -62,47 +56,3 @@ def linger(connection: socket.socket) -> None:
             room -= len(data)
     except OSError:
         return  # it left by itself
-
-
-def check_key(headers: Message, key: str | None) -> None:
-    """Raise `ApiError` 401 unless the request carries the key; the comparison takes the same time for any guess."""
-    if key is None:
-        return
-    scheme, _, given = headers.get("Authorization", "").partition(" ")
-    given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-    if not hmac.compare_digest(given.encode(), key.encode()):
-        raise ApiError(401, "a valid API key is needed: Authorization: Bearer ...", code="invalid_api_key")
-
-
-def check_origin(headers: Message, allowed: list[str]) -> None:
-    """Raise `ApiError` 403 for a web page of another site, which could otherwise use a server on this machine."""
-    origin = headers.get("Origin")
-    if origin is None or "*" in allowed or origin in allowed or _split(origin).netloc == headers.get("Host"):
-        return
-    raise ApiError(403, "pages of this origin may not use this server: --allowed-origins", code="origin_not_allowed")
-
-
-def check_host(headers: Message, guarded: bool) -> None:
-    """Raise `ApiError` 403 for a name that merely resolves to this machine (DNS rebinding).
-
-    Args:
-        guarded: whether the server is on a loopback address without a key.
-    """
-    name = _split(f"//{headers.get('Host', 'localhost')}").hostname or ""
-    if guarded and not loopback(name):
-        raise ApiError(403, "this server answers to localhost only; start it with --api-key for other names")
-
-
-def _split(url: str) -> SplitResult:
-    try:
-        return urlsplit(url)
-    except ValueError:
-        raise ApiError(400, "Host or Origin is no address") from None
-
-
-def loopback(host: str) -> bool:
-    """Whether only this machine reaches a server on that host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")

@@ -63,7 +63,7 @@ class Provider(ModelProvider):
         return None if self.plan.draft is None else _public(self.plan.draft)
 
     def answers_to(self, name: str) -> bool:
-        return name in (DEFAULT, self.public_name, self.plan.model)
+        return name in (DEFAULT, self.public_name, self.plan.model, *self.cli_args.alias)
 
     def load_default(self) -> None:
         args = self.cli_args

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from .errors import ApiError
+from .errors import ApiError, shown
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -24,16 +24,20 @@ def health(handler: Handler) -> None:
 
 
 def models(handler: Handler) -> None:
-    """What can be served: the model that was loaded."""
-    handler.reply({"object": "list", "data": [_description(handler.engine)]})
+    """What can be served: the model that was loaded, by each of its names."""
+    provider = handler.engine.provider
+    names = (provider.public_name, *provider.cli_args.alias)
+    handler.reply({"object": "list", "data": [_description(handler.engine, name) for name in names]})
 
 
 def model(handler: Handler) -> None:
     """One model by name."""
     name = handler.route_path.removeprefix("/v1/models/")
-    if not handler.engine.provider.answers_to(name):
-        raise ApiError(404, f"no model {name!r} here; GET /v1/models lists what is served", "model", "model_not_found")
-    handler.reply(_description(handler.engine))
+    provider = handler.engine.provider
+    if not provider.answers_to(name):
+        message = f"no model {shown(name)} here; GET /v1/models lists what is served"
+        raise ApiError(404, message, "model", "model_not_found")
+    handler.reply(_description(handler.engine, name if name in provider.cli_args.alias else provider.public_name))
 
 
 def metrics(handler: Handler) -> None:
@@ -41,10 +45,10 @@ def metrics(handler: Handler) -> None:
     handler.reply_bytes(handler.engine.metrics.text().encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
-def _description(engine: Engine) -> dict[str, Any]:
+def _description(engine: Engine, name: str) -> dict[str, Any]:
     provider = engine.provider
     return {
-        "id": provider.public_name,
+        "id": name,
         "object": "model",
         "created": STARTED,
         "owned_by": "dflash-mlx",
