@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dflash_mlx.serve import agents, anthropic, responses
 from dflash_mlx.serve.dialect import FieldError, whole
 from dflash_mlx.serve.errors import ApiError
+from dflash_mlx.serve.fields import HARMLESS
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
@@ -375,8 +376,6 @@ def test_items_become_chat_messages():
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"store": True}, "store"),
-        ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"n": 2}, "n"),
         ({"surprise": 1}, "surprise"),
@@ -384,6 +383,14 @@ def test_items_become_chat_messages():
 )  # fmt: skip
 def test_a_response_that_cant_be_made_is_refused_by_field(fields, field):
     assert refused(responses, {**REQUEST, **fields}) == field
+
+
+@pytest.mark.parametrize("module", [anthropic, responses])
+def test_what_asks_for_nothing_is_accepted_as_by_the_chat_route(module):
+    """Nothing is stored, as where `store` is absent; what is too long is refused, as where `truncation` is."""
+    bare = REQUEST if module is responses else ask()
+    asked = {name: "auto" if name == "truncation" else True for name in HARMLESS}
+    assert module.to_chat({**bare, **asked}) == module.to_chat(bare)
 
 
 def test_a_streamed_response_is_complete_and_in_order():

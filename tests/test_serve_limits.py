@@ -122,7 +122,9 @@ def test_bad_bodies_and_paths(server):
     assert refused(server, {}, 405, "/v1/models")["code"] == "method_not_allowed"
     assert refused(server, {"messages": MESSAGES, "model": "gpt-9"}, 404)["code"] == "model_not_found"
     assert refused(server, {"prompt": ""}, path="/v1/completions")["param"] == "prompt"
-    assert refused(server, {"prompt": ["a", "b"]}, path="/v1/completions")["param"] == "prompt"
+    assert refused(server, {"prompt": ["a", [1]]}, path="/v1/completions")["param"] == "prompt"
+    assert refused(server, {"prompt": []}, path="/v1/completions")["param"] == "prompt"
+    assert refused(server, {"prompt": [[1], []]}, path="/v1/completions")["param"] == "prompt"
     assert refused(server, {"prompt": [999999]}, path="/v1/completions")["param"] == "prompt"
     assert refused(server, {"prompt": [[[["a"]]]]}, path="/v1/completions")["param"] == "prompt"
     assert "characters" in refused(server, {"prompt": "x" * 90_000}, path="/v1/completions")["message"]

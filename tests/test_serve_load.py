@@ -179,7 +179,7 @@ def test_a_seeded_request_stops_no_other_and_says_the_same_in_company(engine):
     seeded = {"max_tokens": 60, "seed": 5, "temperature": 0.8, "logit_bias": {"0": -100}}
     expected = whole(engine, "class Long:\n", **seeded)["choices"][0]["text"]
     long = Completion(engine, {"prompt": "class Long:\n", **seeded}, "text")
-    pieces = long.pieces(lambda: False)
+    pieces = (piece for _, piece in long.pieces(lambda: False))
     text = "".join(next(piece.text for piece in pieces if isinstance(piece, Piece)) for _ in range(2))
     short = whole(engine, "def short(", max_tokens=4, seed=6, temperature=0.8)
     assert not long.job.done, "the short one waited"

@@ -52,7 +52,7 @@ def cold(pair):
 def turns(server, ids, **fields):
     """Tokens, cached prompt tokens and figures of a reply."""
     reply = server.complete(ids, max_tokens=10, logprobs=True, **fields)
-    tokens = [entry["id"] for entry in reply["choices"][0]["logprobs"]["content"]]
+    tokens = reply["choices"][0]["logprobs"]["token_ids"]
     return tokens, reply["usage"]["prompt_tokens_details"]["cached_tokens"], reply["dflash"]
 
 

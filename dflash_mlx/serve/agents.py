@@ -47,6 +47,11 @@ def _answer(handler: Handler, dialect: Dialect) -> None:
 
 def _accept(handler: Handler, dialect: Dialect, request: Json) -> Completion:
     """The chat completion that answers a request; what is wrong with it is told in the dialect's own names."""
+    unknown = handler.engine.unknown_fields
+    if unknown.ignored:
+        for name in request.keys() - dialect.known:
+            unknown.meet(name)
+        request = {name: value for name, value in request.items() if name in dialect.known}
     try:
         return Completion(handler.engine, dialect.to_chat(request), "chat")
     except ApiError as error:
@@ -73,7 +78,7 @@ def _events(completion: Completion, answer: Answer, handler: Handler) -> Iterato
     except ApiError as error:
         yield from map(_packet, answer.fail(str(error)))
     except Exception:
-        log.exception("%s failed", handler.route_path)
+        log.exception("%r failed", handler.route_path)
         yield from map(_packet, answer.fail(str(internal_error())))
 
 

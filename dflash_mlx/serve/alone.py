@@ -18,6 +18,7 @@ from .errors import ClientGone
 from .job import Job, Piece, Progress
 from .picking import filters, processors
 from .provider import Provider
+from .scoring import score
 
 
 class _HandOver(Exception):
@@ -135,6 +136,14 @@ class Alone:
         if gone is not None:
             raise gone
         return None
+
+    def score(self, job: Job) -> Hit | None:
+        """Tell the log-probabilities of its prompt, or nothing where none are asked for; returns where to go on.
+
+        Raises `ClientGone`.
+        """
+        job.report.start("score")
+        return score(job, self.provider, self.stream, self._check) if job.scored else None
 
     def _check(self, job: Job) -> None:
         if job.cancelled or self.stopping():

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from .content import NOT_FORCED, TOOL_CHOICES
 from .dialect import (
     EXTRA,
     Dialect,
@@ -30,15 +31,18 @@ from .dialect import (
     thinking_options,
     typed,
 )
-from .errors import ApiError
+from .errors import ApiError, shown
+from .fields import HARMLESS
 
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", *EXTRA)
 # Hints about cost, caching and bookkeeping, which change no answer of a local model.
 HINTS = (
-    "metadata", "service_tier", "speed", "cache_control", "context_management", "diagnostics", "inference_geo",
+    *HARMLESS, "speed", "cache_control", "context_management", "diagnostics", "inference_geo",
     "user_profile_id", "workspace_id",
 )  # fmt: skip
-KNOWN = (*SAME, *HINTS, "messages", "system", "stop_sequences", "tools", "tool_choice", "thinking", "output_config")
+KNOWN = frozenset({
+    *SAME, *HINTS, "messages", "system", "stop_sequences", "tools", "tool_choice", "thinking", "output_config",
+})  # fmt: skip
 REFUSED = {
     "container": "this server has no containers",
     "mcp_servers": "this server calls no MCP server; let the client call it as a tool",
@@ -133,8 +137,8 @@ READERS = {"user": _read_user, "assistant": _read_assistant, "system": _read_sys
 
 def _tools(request: Json) -> list[Json]:
     choice = typed(request.get("tool_choice", {"type": "auto"}), dict, "tool_choice")
-    if choice.get("type") not in ("auto", "none"):
-        raise FieldError("tool_choice.type", f"{choice.get('type')!r}: a call can't be forced; send auto or none")
+    if choice.get("type") not in TOOL_CHOICES:
+        raise FieldError("tool_choice.type", f"{shown(choice.get('type'))}: {NOT_FORCED}")
     tools = []
     for field, tool in items(request.get("tools", []), "tools"):
         if tool.get("type") not in (None, "custom"):
@@ -247,4 +251,4 @@ def _usage(usage: Json) -> Json:
     }
 
 
-DIALECT = Dialect(to_chat, Answer, {"stop": "stop_sequences"}, error_body)
+DIALECT = Dialect(to_chat, Answer, KNOWN | REFUSED.keys(), {"stop": "stop_sequences"}, error_body)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
-from queue import Empty
+from dataclasses import replace
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from mlx_lm.server import (
@@ -19,11 +21,14 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
-from .answer import Answer, Part, Raw
+from ..target.args import context_length
+from .answer import Answer, Raw
+from .choice import Choice
 from .dialect import as_object, results_in_order
-from .errors import ApiError, ClientGone
-from .fields import checked
-from .job import Piece, Progress
+from .errors import ApiError, ClientGone, shown
+from .fields import UNLIMITED, checked, effort_options
+from .job import Job, Piece, Progress, Reply, Scores
+from .logprobs import ChatLogprobs, Logprobs, NoLogprobs, TextLogprobs
 from .provider import DEFAULT
 
 if TYPE_CHECKING:
@@ -31,7 +36,6 @@ if TYPE_CHECKING:
     from .handler import Handler
 
 POLL_SECONDS = 0.05  # how often a waiting connection is checked for a client that left
-TEMPLATE_OPTIONS = ("reasoning_effort", "enable_thinking")
 
 
 def answer_chat(handler: Handler) -> None:
@@ -64,39 +68,62 @@ class Completion:
 
     def __init__(self, engine: Engine, body: Any, kind: str):
         self.engine, self.kind = engine, kind
-        self.fields = fields = checked(body, kind)
+        self.fields = fields = checked(body, kind, engine.unknown_fields)
         self.streams: bool = fields.get("stream", False)
         self.options: dict[str, Any] = fields.get("stream_options", {})
         self.model: str = fields.get("model", DEFAULT)
         self._check_models()
-        tools = (fields.get("tools") or None) if fields.get("tool_choice") != "none" else None
-        request = CompletionRequest(
-            "chat" if kind == "chat" else "text",
-            fields.get("prompt", ""),
-            results_in_order([self._message(message) for message in fields.get("messages", [])]),
-            tools,
-            fields.get("role_mapping"),
-        )
         self.args = self._arguments()
-        self.job = engine.prepare(request, self.args, self._block_size())
-        single = fields.get("parallel_tool_calls") is False
-        self.answer: Answer | Raw = Raw()
-        if kind == "chat":
-            self.answer = Answer(engine.front_tokenizer, self.job.initial_state, tools, self.streams, single)
+        self.choices = self._choices()
         self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4()}"
         self.created = int(time.time())
-        self.logprobs: list[dict[str, Any]] = []
+
+    @property
+    def job(self) -> Job:
+        """Of the first choice, a chat completion's only one."""
+        return self.choices[0].job
 
     # What is asked for -------------------------------------------------------------------------------------
 
     def _check_models(self) -> None:
         provider = self.engine.provider
         if not provider.answers_to(self.model):
-            message = f"no model {self.model!r} here; this server has {provider.public_name}"
+            message = f"no model {shown(self.model)} here; this server has {provider.public_name}"
             raise ApiError(404, message, "model", "model_not_found")
         draft = self.fields.get("draft_model", DEFAULT)
         if draft not in (DEFAULT, provider.public_draft, provider.plan.draft):
             raise ApiError(400, "draft_model is chosen when the server starts: --draft-model", "draft_model")
+
+    def _choices(self) -> list[Choice]:
+        """One a prompt."""
+        fields = self.fields
+        tools = (fields.get("tools") or None) if fields.get("tool_choice") != "none" else None
+        if self.kind == "chat":
+            messages = results_in_order([self._message(message) for message in fields["messages"]])
+            job = self._job(CompletionRequest("chat", "", messages, tools, fields.get("role_mapping")))
+            single = fields.get("parallel_tool_calls") is False
+            answer = Answer(self.engine.front_tokenizer, job.initial_state, tools, self.streams, single)
+            return [Choice(0, job, answer, self._logprobs())]
+        choices = []
+        for i, prompt in enumerate(fields["prompt"]):
+            job = self._job(CompletionRequest("text", prompt, [], None, None))
+            echo = ""
+            if fields.get("echo"):
+                echo = prompt if isinstance(prompt, str) else self.engine.front_tokenizer.decode(prompt)
+            choices.append(Choice(i, job, Raw(), self._logprobs(), echo))
+        return choices
+
+    def _job(self, request: CompletionRequest) -> Job:
+        scored = self.fields.get("echo", False) and self.args.logprobs
+        job = self.engine.prepare(request, self.args, self._block_size(), scored)
+        if self.args.max_tokens == UNLIMITED and (length := context_length(self.engine.provider.model)):
+            job.args = replace(self.args, max_tokens=max(1, length - len(job.prompt)))
+        return job
+
+    def _logprobs(self) -> Logprobs:
+        if not self.args.logprobs:
+            return NoLogprobs()
+        return (ChatLogprobs if self.kind == "chat" else TextLogprobs)(self.engine.token_text)
 
     def _message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Content is one text, and templates know no developers, only a system."""
@@ -119,8 +146,8 @@ class Completion:
     def _arguments(self) -> GenerationArguments:
         """mlx-lm's arguments, with its defaults."""
         cli, get = self.engine.args, self.fields.get
-        template = {**get("chat_template_kwargs", {})}
-        template.update({name: self.fields[name] for name in TEMPLATE_OPTIONS if name in self.fields})
+        template = effort_options(get("reasoning_effort")) | get("chat_template_kwargs", {})
+        template.update({"enable_thinking": get("enable_thinking")} if "enable_thinking" in self.fields else {})
         logprobs = get("logprobs", False)
         best = 0 if isinstance(logprobs, bool) else logprobs  # a number is the text route's way to ask for the best
         return GenerationArguments(
@@ -153,14 +180,19 @@ class Completion:
 
     # What comes back ---------------------------------------------------------------------------------------
 
-    def pieces(self, gone: Callable[[], bool]) -> Iterator[Progress | Piece]:
-        """Run it. Raises `ApiError` when it fails, `ClientGone` when `gone()`; however this ends, the job does."""
-        self.engine.submit(self.job)
+    def pieces(self, gone: Callable[[], bool]) -> Iterator[tuple[Choice, Progress | Scores | Piece]]:
+        """Run the jobs, as many at once as a batch takes; however this ends, they do.
+
+        Raises `ApiError` when one fails, `ClientGone` when `gone()`.
+        """
+        replies: SimpleQueue[tuple[Job, Reply]] = SimpleQueue()
+        waiting, running = deque(self.choices), dict[Job, Choice]()
         checked_at = time.monotonic()
         try:
-            while True:
+            while waiting or running:
+                self._submit(waiting, running, replies)
                 try:
-                    reply = self.job.replies.get(timeout=POLL_SECONDS)
+                    job, reply = replies.get(timeout=POLL_SECONDS)
                 except Empty:
                     reply = None
                 if reply is None or time.monotonic() - checked_at > POLL_SECONDS:
@@ -172,87 +204,65 @@ class Completion:
                 if isinstance(reply, Exception):
                     raise reply
                 if reply is not None:
-                    yield reply
+                    yield running[job], reply
                     if isinstance(reply, Piece) and reply.finish_reason is not None:
-                        return
+                        del running[job]
         finally:
-            self.job.cancel()
+            for choice in self.choices:
+                choice.job.cancel()
+
+    def _submit(self, waiting: deque[Choice], running: dict[Job, Choice], replies: SimpleQueue) -> None:
+        """Queue what may run beside what runs; only a first one is refused by a full queue, the others wait here."""
+        while waiting and len(running) < self.engine.args.decode_concurrency:
+            job = waiting[0].job
+            job.replies = replies
+            try:
+                self.engine.submit(job)
+            except ApiError as error:
+                if running and error.status == 429:
+                    return
+                raise
+            running[job] = waiting.popleft()
 
     def stream(self, gone: Callable[[], bool]) -> Iterator[dict[str, Any] | str]:
         """Packets as they come; a string is a comment that keeps the connection awake."""
-        waiting: list[dict[str, Any]] = []
-        for piece in self.pieces(gone):
+        left = len(self.choices)
+        for choice, piece in self.pieces(gone):
             if isinstance(piece, Progress):
                 yield f"keepalive {piece.done}/{piece.total}"
-                continue
-            waiting += self._logprobs(piece)
-            for part in self._parts(piece):
-                packet = self._packet(None, part, waiting)
-                if self.options.get("include_dflash"):
-                    packet["dflash"] = self.job.report.live()
-                yield packet
-                waiting = []
-            if piece.finish_reason is not None:
-                packet = self._packet(self._reason(piece), None, waiting)
-                packet["dflash"] = self.job.report.to_dict()
-                if not self.options.get("include_usage"):
-                    packet["usage"] = self.usage()  # mlx-lm's clients ask for it in a packet of its own
-                yield packet
+            elif isinstance(piece, Scores):
+                choice.add_scores(piece)
+            else:
+                for part in choice.add(piece):
+                    packet = {**self._head(), "choices": [choice.delta(part)]}
+                    if self.options.get("include_dflash"):
+                        packet["dflash"] = choice.job.report.live()
+                    yield packet
+                if choice.reason is not None:
+                    left -= 1
+                    packet = {**self._head(), "choices": [choice.delta(None)], "dflash": choice.job.report.to_dict()}
+                    if not left and not self.options.get("include_usage"):
+                        packet["usage"] = self.usage()  # mlx-lm's clients ask for it in a packet of its own
+                    yield packet
         if self.options.get("include_usage"):
-            yield {**self._head(), "choices": [], "usage": self.usage(), "dflash": self.job.report.to_dict()}
+            figures = {"dflash": self.job.report.to_dict()} if len(self.choices) == 1 else {}
+            yield {**self._head(), "choices": [], "usage": self.usage(), **figures}
 
     def whole(self, gone: Callable[[], bool]) -> dict[str, Any]:
-        """The reply in one packet."""
-        texts = {"normal": "", "reasoning": ""}
-        calls: list[dict[str, Any]] = []
-        logprobs: list[dict[str, Any]] = []
-        reason = "stop"
-        for piece in self.pieces(gone):
-            if isinstance(piece, Progress):
-                continue
-            logprobs += self._logprobs(piece)
-            for part in self._parts(piece):
-                calls += part.calls
-                if not part.calls:
-                    texts[part.kind] += part.text
-            if piece.finish_reason is not None:
-                reason = self._reason(piece)
-        choice = self._choice(reason)
-        if self.kind == "chat":
-            message: dict[str, Any] = {"role": "assistant", "content": texts["normal"] or None}
-            message.update({"reasoning": texts["reasoning"]} if texts["reasoning"] else {})
-            message.update({"tool_calls": calls} if calls else {})
-            choice["message"] = message
-        else:
-            choice["text"] = texts["normal"]
-        if self.args.logprobs:
-            choice["logprobs"] = {"content": logprobs}
-        return {
-            **self._head(), "choices": [choice], "usage": self.usage(), "dflash": self.job.report.to_dict()
-        }  # fmt: skip
-
-    def _parts(self, piece: Piece) -> Iterator[Part]:
-        by_itself = piece.finish_reason == "stop" and self.job.stopping.found is None
-        return self.answer.add(piece.text, last=piece.finish_reason is not None, by_itself=by_itself)
-
-    def _packet(self, reason: str | None, part: Any, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        choice = self._choice(reason)
-        if self.kind == "chat":
-            delta: dict[str, Any] = {"role": "assistant"}
-            if part is not None and part.calls:
-                delta["tool_calls"] = list(part.calls)
-            elif part is not None:
-                delta["content" if part.kind == "normal" else "reasoning"] = part.text
-            choice["delta"] = delta
-        else:
-            choice["text"] = part.text if part is not None else ""
-        if logprobs:
-            choice["logprobs"] = {"content": logprobs}
-        return {**self._head(), "choices": [choice]}
-
-    def _choice(self, reason: str | None) -> dict[str, Any]:
-        found = self.job.stopping.found if reason == "stop" else None  # the stop string, which OpenAI does not name
-        return {"index": 0, "finish_reason": reason, **({"stop_reason": found} if found else {})}
+        """The reply in one packet; of several choices each has its own figures."""
+        for choice, piece in self.pieces(gone):
+            if isinstance(piece, Scores):
+                choice.add_scores(piece)
+            elif isinstance(piece, Piece):
+                for _ in choice.add(piece):
+                    pass
+        choices = [choice.whole() for choice in self.choices]
+        figures = [choice.job.report.to_dict() for choice in self.choices]
+        packet = {**self._head(), "choices": choices, "usage": self.usage()}
+        if len(choices) == 1:
+            return {**packet, "dflash": figures[0]}
+        packet["choices"] = [{**choice, "dflash": block} for choice, block in zip(choices, figures, strict=True)]
+        return packet
 
     def _head(self) -> dict[str, Any]:
         kinds = {("chat", True): "chat.completion.chunk", ("chat", False): "chat.completion"}
@@ -265,27 +275,14 @@ class Completion:
         }
 
     def usage(self) -> dict[str, Any]:
-        report = self.job.report
+        reports = [choice.job.report for choice in self.choices]
+        prompt, written = sum(r.prompt_tokens for r in reports), sum(r.tokens for r in reports)
         return {
-            "prompt_tokens": report.prompt_tokens,
-            "completion_tokens": report.tokens,
-            "total_tokens": report.prompt_tokens + report.tokens,
-            "prompt_tokens_details": {"cached_tokens": report.cached},
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+            "prompt_tokens_details": {"cached_tokens": sum(r.cached for r in reports)},
         }
-
-    def _reason(self, piece: Piece) -> str:
-        return "tool_calls" if piece.finish_reason == "stop" and self.answer.called else str(piece.finish_reason)
-
-    def _logprobs(self, piece: Piece) -> list[dict[str, Any]]:
-        """OpenAI's entry of one token, with mlx-lm's id."""
-        if not self.args.logprobs or piece.logprob is None:
-            return []
-        top = [self._token(token, value) for token, value in piece.top]
-        return [{**self._token(piece.token, piece.logprob), "top_logprobs": top}]
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.engine.front_tokenizer.decode([token])
-        return {"id": token, "token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def _with_object(function: dict[str, Any]) -> dict[str, Any]:

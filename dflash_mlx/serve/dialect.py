@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from .errors import ApiError
+from .errors import ApiError, named, shown
 
 Json = dict[str, Any]
 Kind = TypeVar("Kind")
@@ -55,11 +55,13 @@ class Dialect:
     """The parts of a dialect.
 
     Attributes:
-        fields: what it calls a field of the chat route, where that differs. error_body: an error in its shape.
+        known: the fields that it has. fields: what it calls one of the chat route, where that differs.
+        error_body: an error in its shape.
     """
 
     to_chat: Callable[[Json], Json]
     answer: Callable[[Json], Answer]
+    known: Collection[str]
     fields: Mapping[str, str]
     error_body: Callable[[ApiError], Json] = ApiError.body
 
@@ -94,15 +96,14 @@ def check_fields(request: Json, known: Collection[str], refused: Mapping[str, st
 def typed(value: Any, kinds: type | tuple[type, ...], field: str) -> Any:
     """`value` if it is one of `kinds`."""
     if not isinstance(value, kinds):
-        names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
-        raise FieldError(field, f"must be {names}, not {type(value).__name__}")
+        raise FieldError(field, f"must be {named(*kinds) if isinstance(kinds, tuple) else named(kinds)}")
     return value
 
 
 def pick(table: Mapping[str, Kind], name: Any, field: str) -> Kind:
     """The entry of this name, which comes from the request."""
     if not isinstance(name, str) or name not in table:
-        raise FieldError(field, f"{name!r} is not one of {', '.join(table)}")
+        raise FieldError(field, f"{shown(name)} is not one of {', '.join(table)}")
     return table[name]
 
 
@@ -122,7 +123,7 @@ def join_text(content: Any, field: str, kinds: Collection[str] = ("text",), betw
 def part_text(part: Json, field: str, kinds: Collection[str] = ("text",)) -> str:
     """The text of one part."""
     if part.get("type") not in kinds:
-        raise FieldError(f"{field}.type", f"{part.get('type')!r} can't be read; this server takes text only")
+        raise FieldError(f"{field}.type", f"{shown(part.get('type'))} can't be read; this server takes text only")
     return typed(part.get("text"), str, f"{field}.text")
 
 

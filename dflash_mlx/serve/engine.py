@@ -36,9 +36,11 @@ from .batch import Batch
 from .cache import CacheStore, Hit
 from .disk import DiskTier
 from .errors import ApiError, ClientGone, internal_error
+from .fields import UnknownFields
 from .job import Job
 from .metrics import Metrics
 from .provider import Provider
+from .token_text import TokenText
 from .tokens import Front, takes_tools, tokenized, too_long
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class Engine(ResponseGenerator):
     def __init__(self, provider: Provider, args: argparse.Namespace):
         self.provider, self.args = provider, args
         self.metrics = Metrics(self)
+        self.unknown_fields = UnknownFields(args.ignore_unknown_fields)
         self.system_fingerprint = get_system_fingerprint()
         self.waiting: deque[Job] = deque()
         self.batch: Batch | None = None
@@ -96,7 +99,13 @@ class Engine(ResponseGenerator):
         batch = self.batch
         return (1 if self.running else 0) + (len(batch.jobs) if batch else 0), self.requests.qsize() + len(self.waiting)
 
-    def prepare(self, request: CompletionRequest, args: GenerationArguments, block_size: int | None = None) -> Job:
+    def prepare(
+        self,
+        request: CompletionRequest,
+        args: GenerationArguments,
+        block_size: int | None = None,
+        scored: bool = False,
+    ) -> Job:
         """Turn a request into a job: its prompt is rendered and checked here, so that the engine need not wait for it.
 
         Raises `ApiError` for a prompt that can't be rendered, is too long or holds ids that the model does not have.
@@ -126,6 +135,7 @@ class Engine(ResponseGenerator):
             self.end_tokens,
             TextStream(provider.tokenizer),
             StopStrings(args.stop_words),
+            scored=scored,
         )
         job.report.draft = provider.public_draft
         job.report.wanted = self.alone.drafts(job)
@@ -177,6 +187,7 @@ class Engine(ResponseGenerator):
     def _load(self) -> None:
         self.provider.load_default()
         self.front_tokenizer = copy.deepcopy(self.provider.tokenizer)  # Rust tokenizers do not like two threads
+        self.token_text = TokenText(self.front_tokenizer)
         self.longest_token = max(map(len, self.front_tokenizer.get_vocab()))
         self.end_tokens = frozenset(self.provider.tokenizer.eos_token_ids)
         self.vocab = Target(self.provider.model).vocab_size
@@ -210,6 +221,8 @@ class Engine(ResponseGenerator):
     def _run_next(self, job: Job, start: Hit | None = None) -> None:
         if job.cancelled:
             return self._end(job, "cancelled")
+        if job.scored or not job.args.max_tokens:
+            return self._score(job)
         company = self.provider.cuttable and time.monotonic() < self.company_until  # a lone one can go back
         shares = not self.provider.one_by_one and start is None
         if shares and (company or not self.alone.drafts(job) or self._others_wait()):
@@ -266,7 +279,30 @@ class Engine(ResponseGenerator):
         hit.held -= surplus
         self._run_next(job, hit)
 
+    def _score(self, job: Job) -> None:
+        """Feed a job whose prompt's log-probabilities are asked for, between two steps of a batch if there is one."""
+        self.running = job
+        try:
+            start = self.alone.score(job)
+            job.scored = False
+        except ClientGone as gone:
+            job.send(GOING_DOWN if self._stop else gone)
+            return self._end(job, "cancelled")
+        except Exception as error:
+            return self._fail(job, error)
+        finally:
+            self.running = None
+        if not job.args.max_tokens:
+            job.finish_empty()
+            self._end(job, "ok")
+        elif self.batch is not None:
+            self._join(job, start)
+        else:
+            self._run_next(job, start)
+
     def _join(self, job: Job, start: Hit | None = None) -> None:
+        if job.scored or not job.args.max_tokens:
+            return self._score(job)
         if self.batch is None:
             self.batch = Batch(self.provider, self.store, self.stream)
         try:

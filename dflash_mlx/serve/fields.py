@@ -1,34 +1,42 @@
-"""What a request may ask for: one table. A field that is in none of its parts is refused by name.
+"""What a request may ask for: one table for all routes. A field that is in none of its parts is refused by name.
 
-    USED       has an effect, and which values it takes
-    ONLY       accepted with the values at which it asks for nothing that can't be done
-    HARMLESS   accepted and ignored: it does not ask for another text
-A null is the same as a field that is absent.
+    USED        has an effect, and which values it takes
+    OTHER_NAMES, OTHER_FORMS  what other servers call these
+    ONLY        accepted with the values at which it asks for nothing that can't be done
+    HARMLESS    accepted and ignored: it does not ask for another text
+A null is the same as a field that is absent, 4.0 the same as 4.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from .content import check_content
+from .errors import ApiError, named, shown
 
-from .dialect import as_object, items, not_strict, typed
-from .errors import ApiError
+log = logging.getLogger(__name__)
 
 MOST = 2**31 - 1  # what any number may be that has no limit of its own
+UNLIMITED = MOST  # max_tokens of a request that goes on to the end token, or the end of the context
+TOLD = 256  # unknown fields that the log names; their names are the clients' to choose
 
 
 @dataclass(frozen=True)
 class Field:
-    """Type and range of a field; `chat` or `text` alone where it belongs to one kind of completion."""
+    """Type and range of a field; `chat` or `text` alone where it belongs to one kind of completion.
+
+    Attributes:
+        no_limit: what -1, other servers' word for "no limit" or "none", is read as; None leaves the field out.
+    """
 
     kinds: tuple[type, ...]
-    low: float = -MOST
-    high: float = MOST
+    low: int | float = -MOST
+    high: int | float = MOST
     only: str | None = None
+    no_limit: int | None = -1
 
 
 NUMBER, WHOLE, TEXT, FLAG = (int, float), (int,), (str,), (bool,)
@@ -39,25 +47,26 @@ USED: dict[str, Field] = {
     "prompt": Field((str, list), only="text"),
     "stream": Field(FLAG),
     "stream_options": Field((dict,)),
-    "max_tokens": Field(WHOLE, 1),
-    "max_completion_tokens": Field(WHOLE, 1),
+    "max_tokens": Field(WHOLE, 0, no_limit=UNLIMITED),  # 0 scores a prompt, of the text kind only
+    "max_completion_tokens": Field(WHOLE, 0, no_limit=UNLIMITED),
     "temperature": Field(NUMBER, 0),
     "top_p": Field(NUMBER, 0, 1),
-    "top_k": Field(WHOLE, 0),
+    "top_k": Field(WHOLE, 0, no_limit=0),
     "min_p": Field(NUMBER, 0, 1),
     "xtc_probability": Field(NUMBER, 0, 1),
     "xtc_threshold": Field(NUMBER, 0, 0.5),
     "repetition_penalty": Field(NUMBER, 0),
-    "repetition_context_size": Field(WHOLE, 0),
+    "repetition_context_size": Field(WHOLE, 0, no_limit=0),  # mlx-lm's 0 is the whole text
     "presence_penalty": Field(NUMBER, -100, 100),
-    "presence_context_size": Field(WHOLE, 0),
+    "presence_context_size": Field(WHOLE, 0, no_limit=0),
     "frequency_penalty": Field(NUMBER, -100, 100),
-    "frequency_context_size": Field(WHOLE, 0),
+    "frequency_context_size": Field(WHOLE, 0, no_limit=0),
     "logit_bias": Field((dict,)),
     "logprobs": Field((bool, int), 0, 20),
-    "top_logprobs": Field(WHOLE, -1, 20),  # -1: mlx-lm's word for none
-    "seed": Field(WHOLE, -(2**63), 2**64 - 1),
+    "top_logprobs": Field(WHOLE, 0, 20, no_limit=None),  # mlx-lm's clients say -1 for none
+    "seed": Field(WHOLE, -(2**63), 2**64 - 1, no_limit=None),  # llama.cpp's -1 is another one each time
     "stop": Field((str, list)),
+    "echo": Field(FLAG, only="text"),
     "tools": Field((list,), only="chat"),
     "tool_choice": Field((str, dict), only="chat"),
     "parallel_tool_calls": Field(FLAG, only="chat"),
@@ -73,30 +82,100 @@ USED: dict[str, Field] = {
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "one choice a request; send the request again for another"),
     "best_of": ((1,), "one choice a request"),
-    "echo": ((False,), "the prompt is not repeated"),
     "suffix": (("",), "text is only continued, not filled in"),
     "response_format": (({"type": "text"},), "no grammar restricts the text"),
     "modalities": ((["text"],), "text only"),
     "audio": ((), "text only"),
     "functions": (([],), "use tools"),
     "function_call": (("auto", "none"), "use tool_choice"),
-    "verbosity": (("medium",), "say it in the prompt"),
+    "min_tokens": ((0,), "a text ends where the model ends it"),
+    "ignore_eos": ((False,), "a text ends where the model ends it; see logit_bias"),
+    "skip_special_tokens": ((True,), "marks of the template are not shown"),
+    "typical_p": ((0, 1), "not among this server's samplers"),
+    "top_a": ((0,), "not among this server's samplers"),
+    "tfs_z": ((0, 1), "not among this server's samplers"),
+    "mirostat": ((0,), "not among this server's samplers"),
+    "dynatemp_range": ((0,), "not among this server's samplers"),
+    "dry_multiplier": ((0,), "not among this server's samplers"),
     "adapters": ((), "adapters are chosen when the server starts: --adapter-path"),
 }
 
+# Storing (nothing is, and an absent store means true as well), cutting what is too long (it is refused as by default),
+# bookkeeping, routing, and hints of how much a vendor's own models should say.
 HARMLESS = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prediction",
+    "user", "metadata", "store", "truncation", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prompt_cache_options", "prediction", "verbosity", "keep_alive", "cache_prompt",
+    "id_slot", "timings_per_token", "return_progress", "provider", "client_metadata",
 }  # fmt: skip
 
-TOOL_CHOICES = ("auto", "none")
-TEXT_PARTS = ("text", "input_text")
-ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-# A template's variables are the client's; what renders and encodes the template (one of its own, a length) is not.
-RENDERING = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+class UnknownFields:
+    """What becomes of a field that no table knows.
+
+    Args:
+        ignored: leave it out and say so once in the log (`--ignore-unknown-fields`), instead of refusing the request.
+    """
+
+    def __init__(self, ignored: bool = False):
+        self.ignored = ignored
+        self._told: set[str] = set()
+
+    def meet(self, name: str) -> None:
+        """Raise `ApiError` 400, or note it."""
+        if not self.ignored:
+            raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_field")
+        if name not in self._told and len(self._told) < TOLD:
+            self._told.add(name)
+            log.warning("requests carry the field %.100r, which this server does not know and ignores", name)
 
 
-def checked(body: Any, kind: str) -> dict[str, Any]:
+def effort_options(effort: str | None) -> dict[str, Any]:
+    """What templates are told of a reasoning effort; its absence tells them nothing."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}
+
+
+def _reasoning(value: Any, unknown: UnknownFields) -> dict[str, Any]:
+    """OpenRouter's and the Responses dialect's object."""
+    options = parts(value, "reasoning", {"effort": str, "enabled": bool, "summary": str}, unknown)
+    enabled = {"enable_thinking": options["enabled"]} if "enabled" in options else {}
+    return effort_options(options.get("effort")) | enabled
+
+
+def _thinking(value: Any, unknown: UnknownFields) -> dict[str, Any]:
+    """Anthropic's object; a budget is a hint."""
+    options = parts(value, "thinking", {"type": str, "budget_tokens": int}, unknown)
+    if options.get("type") not in ("enabled", "adaptive", "disabled"):
+        raise ApiError(400, "thinking.type must be enabled, adaptive or disabled", "thinking.type", "invalid_value")
+    return {"enable_thinking": options["type"] != "disabled"}
+
+
+def _think(value: Any, unknown: UnknownFields) -> dict[str, Any]:
+    """Ollama's: whether, or how much."""
+    if not isinstance(value, (bool, str)):
+        raise ApiError(400, "think must be true, false or an effort", "think", "invalid_type")
+    return effort_options(value) if isinstance(value, str) else {"enable_thinking": value}
+
+
+# Other servers' names of fields; saying one thing by both names is fine, two things are not.
+OTHER_NAMES = {
+    "n_predict": "max_tokens",  # llama.cpp
+    "num_predict": "max_tokens",  # Ollama
+    "max_new_tokens": "max_tokens",  # transformers
+    "max_output_tokens": "max_tokens",  # Responses
+    "repeat_penalty": "repetition_penalty",  # llama.cpp, LM Studio, Ollama
+    "stop_sequences": "stop",  # Messages
+}
+# Other servers' forms, each to the fields that it stands for where the request does not have these.
+OTHER_FORMS: dict[str, Callable[[Any, UnknownFields], dict[str, Any]]] = {
+    "reasoning": _reasoning,
+    "thinking": _thinking,
+    "think": _think,
+}
+
+
+def checked(body: Any, kind: str, unknown: UnknownFields) -> dict[str, Any]:
     """The fields that have an effect, nulls left out.
 
     Args:
@@ -107,118 +186,58 @@ def checked(body: Any, kind: str) -> dict[str, Any]:
     """
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, value in body.items():
         if value is None or name in HARMLESS:
             continue
+        own = OTHER_NAMES.get(name, name)
         if name in ONLY:
-            _check_only(name, value)
-        elif name in USED and USED[name].only in (None, kind):
-            _check_type(name, value, USED[name])
-            fields[name] = value
-        else:
-            raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_field")
-    _check_content(fields, kind)
+            check_only(name, value)
+        elif own in USED and USED[own].only in (None, kind):
+            value = _value(name, value, USED[own])
+            if fields.setdefault(own, value) != value:
+                raise ApiError(400, f"{name} is {shown(value)} here, and {shown(fields[own])} by another name", name)
+        elif name not in OTHER_FORMS or kind != "chat":
+            unknown.meet(name)
+    for name in OTHER_FORMS if kind == "chat" else ():
+        if body.get(name) is not None:
+            fields = OTHER_FORMS[name](body[name], unknown) | fields
+    fields = {name: value for name, value in fields.items() if value is not None}
+    check_content(fields, kind, unknown)
     return fields
 
 
-def _check_only(name: str, value: Any) -> None:
+def check_only(name: str, value: Any) -> None:
+    """Raise `ApiError` for a value that asks for what can't be done."""
     values, why = ONLY[name]
-    if not any(type(value) is type(known) and value == known for known in values):
-        raise ApiError(400, f"{name} {_short(value)} is not supported: {why}", name, "unsupported_value")
+    if not any(isinstance(value, bool) == isinstance(known, bool) and value == known for known in values):
+        raise ApiError(400, f"{name} {shown(value)} is not supported: {why}", name, "unsupported_value")
 
 
-def _check_type(name: str, value: Any, field: Field) -> None:
-    known = isinstance(value, field.kinds) and (not isinstance(value, bool) or bool in field.kinds)
-    if not known:
-        wanted = " or ".join(kind.__name__ for kind in field.kinds)
-        raise ApiError(400, f"{name} must be of type {wanted}", name, "invalid_type")
-    if isinstance(value, (int, float)) and not field.low <= value <= field.high:
-        low, high = f"{field.low:g}", f"{field.high:g}"
-        raise ApiError(400, f"{name} is {_short(value)}, expected {low} to {high}", name, "invalid_value")
+def parts(value: Any, name: str, kinds: dict[str, type], unknown: UnknownFields) -> dict[str, Any]:
+    """The known parts of a field that is an object, nulls left out."""
+    if not isinstance(value, dict):
+        raise ApiError(400, f"{name} must be {named(dict)}", name, "invalid_type")
+    known = {}
+    for part, content in value.items():
+        if part not in kinds:
+            unknown.meet(f"{name}.{part}")
+        elif content is not None:
+            known[part] = _value(f"{name}.{part}", content, Field((kinds[part],)))
+    return known
 
 
-def _check_content(fields: dict[str, Any], kind: str) -> None:
-    """What types alone do not tell."""
-    main = "messages" if kind == "chat" else "prompt"
-    if main not in fields:
-        raise ApiError(400, f"{main} is missing", main, "missing_field")
-    if kind == "chat":
-        check_messages(fields["messages"])
-    else:
-        fields["prompt"] = _prompt(fields["prompt"])
-    stops = fields.get("stop", [])
-    stops = [stops] if isinstance(stops, str) else stops
-    if not all(isinstance(stop, str) for stop in stops):
-        raise ApiError(400, "stop must be a string or a list of strings", "stop", "invalid_type")
-    fields["stop"] = [stop for stop in stops if stop]
-    choice = fields.get("tool_choice", "auto")
-    if choice not in TOOL_CHOICES:
-        raise ApiError(400, f"tool_choice {_short(choice)} can't be forced: auto or none", "tool_choice")
-    for i, tool in enumerate(fields.get("tools", [])):
-        known = isinstance(tool, dict) and tool.get("type", "function") == "function"
-        if not known or not isinstance(tool.get("function"), dict):
-            raise ApiError(400, f"tools[{i}] is no function", f"tools[{i}]", "unsupported_value")
-        typed(tool["function"].get("name"), str, f"tools[{i}].function.name")
-        if tool["function"].get("strict"):
-            raise not_strict(f"tools[{i}].function")
-    try:
-        biases = {int(k): float(v) for k, v in fields.get("logit_bias", {}).items()}
-        if not all(map(math.isfinite, biases.values())):
-            raise ValueError
-        fields["logit_bias"] = biases or None
-    except (TypeError, ValueError, OverflowError):
-        raise ApiError(400, "logit_bias must map token ids to numbers", "logit_bias") from None
-    if fields.get("top_logprobs", 0) > 0 and fields.get("logprobs", False) is False:
-        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
-    for name in RENDERING.intersection(fields.get("chat_template_kwargs", {})):
-        where = f"chat_template_kwargs.{name}"
-        raise ApiError(400, f"{where} is the server's own, not the template's", where, "unsupported_field")
-    for name in fields.get("stream_options", {}):
-        if name not in ("include_usage", "include_dflash", "include_obfuscation"):
-            raise ApiError(400, f"stream_options.{name} is not supported", f"stream_options.{name}")
-
-
-def check_messages(messages: list[Any]) -> None:
-    """Raise `ApiError` for messages that hold anything but text, naming the part."""
-    if not messages:
-        raise ApiError(400, "messages is empty", "messages", "invalid_value")
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise ApiError(400, f"{where} needs a role: {', '.join(ROLES)}", f"{where}.role")
-        _check_calls(message, where)
-        content = message.get("content")
-        if content is None or isinstance(content, str):
-            continue
-        if not isinstance(content, list):
-            raise ApiError(400, f"{where}.content must be text or a list of parts", f"{where}.content")
-        for j, part in enumerate(content):
-            at = f"{where}.content[{j}]"
-            if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise ApiError(400, f"{at} is of type {_short(kind)}; this server reads text only", at)
-            if not isinstance(part.get("text"), str):
-                raise ApiError(400, f"{at}.text must be a string", f"{at}.text")
-
-
-def _check_calls(message: dict[str, Any], where: str) -> None:
-    """Calls of an earlier turn, and the id of a result."""
-    typed(message.get("tool_call_id", ""), (str, type(None)), f"{where}.tool_call_id")
-    for field, call in items(message.get("tool_calls") or [], f"{where}.tool_calls"):
-        function = typed(call.get("function"), dict, f"{field}.function")
-        typed(function.get("name"), str, f"{field}.function.name")
-        as_object(function.get("arguments", ""), f"{field}.function.arguments")
-
-
-def _prompt(prompt: Any) -> Any:
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if isinstance(prompt, str) or (prompt and all(type(token) is int for token in prompt)):
-        return prompt
-    raise ApiError(400, "prompt must be one text or one list of token ids", "prompt", "unsupported_value")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _value(name: str, value: Any, field: Field) -> Any:
+    """The value in the field's own type."""
+    whole = int in field.kinds and float not in field.kinds
+    if whole and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, field.kinds) or (isinstance(value, bool) and bool not in field.kinds):
+        raise ApiError(400, f"{name} must be {named(*field.kinds)}", name, "invalid_type")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if value == -1 and field.no_limit != -1:
+            return field.no_limit
+        if not field.low <= value <= field.high:
+            message = f"{name} is {shown(value)}, expected {field.low} to {field.high}"
+            raise ApiError(400, message, name, "invalid_value")
+    return value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 from mlx_lm.server import CompletionRequest, GenerationArguments
@@ -19,10 +19,13 @@ from .report import Report
 
 @dataclass(frozen=True)
 class Piece:
-    """One token of the reply: its text (maybe none yet), and where asked for its log-probability and the best ones."""
+    """One token of the reply: its text (maybe none yet), and where asked for its log-probability and the best ones.
+
+    The only piece of a reply of no tokens has none.
+    """
 
     text: str
-    token: int
+    token: int | None
     finish_reason: str | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
@@ -36,6 +39,17 @@ class Progress:
     total: int
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of some of the prompt's tokens, in order, and the best ones at their places."""
+
+    logprobs: tuple[float, ...]
+    best: tuple[tuple[tuple[int, float], ...], ...]
+
+
+Reply = Progress | Scores | Piece | Exception
+
+
 @dataclass(eq=False)
 class Job:
     """See the module.
@@ -45,7 +59,9 @@ class Job:
         initial_state: of the text ("normal", "reasoning"), from the rendered prompt.
         block_size: asked for by the request, or None. end_tokens: ids that end the text.
         tokens: prompt and what was emitted. stored: how many of them the store's caches held when it began.
-        replies: `Progress`, then `Piece`s to one with a finish reason, or an exception that ends it.
+        scored: whether the log-probabilities of its prompt are still to be told.
+        replies: this job with `Progress` and `Scores`, then with `Piece`s to one with a finish reason, or with an
+            exception that ends it; several jobs may share the queue.
     """
 
     request: CompletionRequest
@@ -60,7 +76,8 @@ class Job:
     report: Report = field(default_factory=Report)
     tokens: list[int] = field(default_factory=list)
     stored: int = 0
-    replies: queue.SimpleQueue[Progress | Piece | Exception] = field(default_factory=queue.SimpleQueue)
+    replies: queue.SimpleQueue[tuple[Job, Reply]] = field(default_factory=queue.SimpleQueue)
+    scored: bool = False
     cancelled: bool = False
     done: bool = False  # its last piece is out
 
@@ -104,5 +121,10 @@ class Job:
         top = tuple(zip(cast(list[int], best.tolist()), values, strict=True))
         return Piece(shown, token, reason, cast(float, logprobs[token].item()), top)
 
-    def send(self, reply: Any) -> None:
-        self.replies.put(reply)
+    def finish_empty(self) -> None:
+        """End a reply that may have no tokens."""
+        self.done = True
+        self.send(Piece("", None, "length"))
+
+    def send(self, reply: Reply) -> None:
+        self.replies.put((self, reply))

@@ -18,7 +18,7 @@ class Report:
 
     Attributes:
         draft: public name of the draft, None when the server has none. wanted: whether the request would use it.
-        stats: rounds of the parts that ran alone. ways: how it ran, in order: "dflash", "plain", "batch".
+        stats: rounds of the parts that ran alone. ways: how it ran, in order: "score", "dflash", "plain", "batch".
         cached: prompt tokens that a stored cache held.
     """
 
@@ -98,7 +98,9 @@ class Report:
             return "the server runs without a draft"
         if not self.wanted:
             return "block size 1 is plain decoding"
-        if self.ways == ["batch"]:
+        if self.ways == ["score"]:
+            return "no token was asked for"
+        if self.ways in (["batch"], ["score", "batch"]):
             return "other requests were waiting, so it ran in a batch"
         if "batch" in self.ways:
             return self.stats.draft_off_reason or "other requests came, so it went on in a batch"

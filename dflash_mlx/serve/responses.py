@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from .content import NOT_FORCED, TOOL_CHOICES
 from .dialect import (
     EXTRA,
     Dialect,
@@ -29,20 +30,16 @@ from .dialect import (
     thinking_options,
     typed,
 )
+from .fields import HARMLESS
 from .response_tools import Tools, full_name
 
 log = logging.getLogger(__name__)
 
 SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_k", "stop", *EXTRA)
-# Hints about cost, caching, safety and bookkeeping, which change no answer of a local model.
-HINTS = (
-    "metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "client_metadata", "max_tool_calls", "stream_options",
-)  # fmt: skip
-KNOWN = (
-    *SAME, *HINTS, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "reasoning", "text",
-    "truncation", "include", "store", "background", "top_logprobs",
-)  # fmt: skip
+KNOWN = frozenset({
+    *SAME, *HARMLESS, "input", "instructions", "max_output_tokens", "tools", "tool_choice", "reasoning", "text",
+    "include", "background", "top_logprobs", "max_tool_calls", "stream_options",
+})  # fmt: skip
 NOT_STORED = "responses are not stored here; send the whole conversation as input"
 REFUSED = {
     "previous_response_id": NOT_STORED,
@@ -54,11 +51,9 @@ REFUSED = {
 }
 # field -> the values that ask for nothing we lack, and why others are refused
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "store": ((False,), NOT_STORED),
     "background": ((False,), "a response is made while the client waits"),
-    "truncation": (("disabled",), "a long conversation is never cut; send 'disabled'"),
     "top_logprobs": ((0,), "log-probabilities are given by /v1/chat/completions"),
-    "tool_choice": (("auto", "none"), "a call can't be forced; send auto or none"),
+    "tool_choice": (TOOL_CHOICES, NOT_FORCED),
 }
 TEXT = ("input_text", "output_text", "text")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -274,4 +269,4 @@ def _usage(usage: Json) -> Json:
     }
 
 
-DIALECT = Dialect(to_chat, Answer, {"messages": "input", "max_tokens": "max_output_tokens"})
+DIALECT = Dialect(to_chat, Answer, KNOWN | REFUSED.keys(), {"messages": "input", "max_tokens": "max_output_tokens"})

@@ -69,7 +69,7 @@ def tokenized(
             raise
         except Exception as error:  # a template is the checkpoint's own code and raises what it likes
             log.info("a prompt could not be rendered", exc_info=error)
-            raise ApiError(400, _template_message(error), "messages" if chat else "prompt") from None
+            raise _refusal(error, chat) from None
     if not prompt:
         raise ApiError(400, "the prompt holds no tokens", "messages" if chat else "prompt")
     return list(prompt), list(itertools.accumulate(map(len, segments)))[:-1], state
@@ -110,9 +110,11 @@ def _check_no_template(request: CompletionRequest, args: GenerationArguments) ->
             raise ApiError(400, message, name)
 
 
-def _template_message(error: Exception) -> str:
+def _refusal(error: Exception, chat: bool) -> ApiError:
+    """For what a tokenizer or a template did not take; only a template's own words are told."""
     from jinja2 import TemplateError
 
-    kind = type(error).__name__
-    said = f": {error}" if isinstance(error, TemplateError) else f" ({kind})"
-    return f"the messages can't be rendered by this model's chat template{said}"
+    if not chat:
+        return ApiError(400, "the prompt can't be turned into tokens by this model's tokenizer", "prompt")
+    said = f": {error}" if isinstance(error, TemplateError) else "; the server's log says why"
+    return ApiError(400, f"the messages can't be rendered by this model's chat template{said}", "messages")
