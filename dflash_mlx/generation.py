@@ -22,11 +22,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .arguments import functions, is_whole, one_of, token_ids, whole
 from .decode.block_size import AutoBlockSize, BlockSize, FixedBlockSize
 from .decode.caches import split_caches
-from .decode.costs import describe_pair, keep_costs, round_costs
 from .decode.drafter import Drafter, as_drafter
 from .decode.filters import Filters
 from .decode.lookup import PromptLookup
 from .decode.loop import Token, decode
+from .decode.memory import describe_pair, keep_memory, round_costs
 from .decode.round import Session
 from .decode.sampling import LogitsProcessor, Sampler, TokenPicker
 from .decode.stats import GenerationStats
@@ -125,6 +125,7 @@ def _tokens(
     lookup: bool = False,
     stream: Any = generation_stream,
     profile: bool = False,
+    keep_costs: bool = False,
 ) -> Generator[Any, None, None]:
     """The token generator behind all three functions.
 
@@ -144,6 +145,8 @@ def _tokens(
         prefill_stops: lengths of the prompt at which a chunk ends, so that the callback sees the caches there.
         leave_last: leave the caches one token short of that, for whoever feeds the last token to go on from it.
         profile: measure host, draft and verify apart (costs a second sync a round).
+        keep_costs: start from the costs and acceptance of earlier processes and keep this one's (see `costs_file`), as
+            the commands do. What requests of this process showed is known in any case.
     """
     prompt = as_ids(prompt)
     if input_embeddings is not None:
@@ -208,15 +211,14 @@ def _tokens(
     )
     room = quantized_kv_start if kv_bits else None
     chooser: BlockSize = FixedBlockSize(width)
-    pairs: list[str] = []  # whose costs are learned
     if stats.auto:
         way = ["greedy" if temp == 0 else acceptance, *(["processors"] if logits_processors else [])]
         pair = describe_pair(model, drafter, [*way, f"kv {kv_bits}"] if kv_bits else way)
-        pairs, costs = [pair], [round_costs(pair)]
-        if isinstance(drafter, PromptLookup):
-            pairs.append(f"{pair}, lookup")
-            costs.append(round_costs(pairs[1], dearer=costs[0]))
-        chooser = AutoBlockSize(width, *costs)
+        costs = round_costs(pair, kept=keep_costs)
+        beside = isinstance(drafter, PromptLookup)
+        chooser = AutoBlockSize(
+            width, costs, round_costs(f"{pair}, lookup", costs, keep_costs) if beside else None, temp
+        )
 
     def feed(prompt: mx.array) -> None:
         session.prefill(prompt, prefill_step_size, prompt_progress_callback, prefill_stops)
@@ -235,8 +237,8 @@ def _tokens(
         with limits_told():
             yield from decode(session, prompt, feed, chooser, max_tokens, first, end_tokens, room, leave_last)
     finally:
-        for pair in pairs:
-            keep_costs(pair)
+        if keep_costs and stats.auto:
+            keep_memory()
         if isinstance(chooser, AutoBlockSize) and not stats.draft_off_reason:
             stats.draft_off_reason = chooser.reason or None
 

@@ -33,13 +33,11 @@ def widest_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     from dflash_mlx.decode.costs import RoundCosts
 
     class Free(RoundCosts):
-        def add(self, context: int, width: int, seconds: float) -> None:
+        def add(self, context: int, width: int, seconds: float | None) -> None:
             pass
 
-    monkeypatch.setattr(
-        generation, "round_costs", lambda pair, dearer=None: Free({0: dict.fromkeys(range(1, 65), 1e9)})
-    )
-    monkeypatch.setattr(generation, "keep_costs", lambda pair: None)
+    free = {0: dict.fromkeys(range(1, 65), (1e9, 0.0))}
+    monkeypatch.setattr(generation, "round_costs", lambda *args, **kwargs: Free(free))
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,7 @@ class Settings:
         repeat: timed runs of each prompt and arm. warm_up: untimed runs of each arm before them.
         cool_down: seconds of rest before each run. ignore_end: whether end tokens are passed over.
         sampling: temp, seed, top_p, ..., acceptance of `stream_generate`.
+        keep_costs: as there.
     """
 
     max_tokens: int = 96
@@ -60,6 +61,7 @@ class Settings:
     ignore_end: bool = False
     prefill_step_size: int = 2048
     sampling: dict[str, Any] = field(default_factory=dict)
+    keep_costs: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ def run(pair: Pair, task: Task, arm: Arm, settings: Settings, turn: int | None =
                 profile=turn == -1,
                 prefill_step_size=settings.prefill_step_size,
                 prompt_progress_callback=window.prefill,
+                keep_costs=settings.keep_costs,
                 **settings.sampling,
             ),
             settings.max_tokens,

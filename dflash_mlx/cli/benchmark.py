@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     _check_room({f"prompt {task.name!r}": task.ids.shape[0] for task in tasks}, args.max_tokens, model)
     settings = benchmark.Settings(
         args.max_tokens, args.repeat, args.warm_up, args.cool_down, args.ignore_end, args.prefill_step_size,
-        {name: getattr(args, name) for name in SAMPLING},
+        {name: getattr(args, name) for name in SAMPLING}, keep_costs=True,
     )  # fmt: skip
     about = {"model": args.model, "draft": plan.draft, "heavy": args.heavy, "dtype": args.dtype, "notes": plan.notes}
     with progress_bar("runs") as progress:

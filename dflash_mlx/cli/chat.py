@@ -115,6 +115,7 @@ class Chat:
             prompt_cache=self.cache.caches,
             prompt_progress_callback=lambda done, total: fed.append(min(done, total - 1)),
             stats=stats,
+            keep_costs=True,
             **sampling_options(self.args, self.tokenizer),
             **cache_options(self.args),
         )

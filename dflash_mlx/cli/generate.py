@@ -141,6 +141,7 @@ def _stream(args: argparse.Namespace, model: Any, draft: Any, tokenizer: Any, id
             prefill_step_size=args.prefill_step_size,
             prompt_progress_callback=progress,
             stats=stats,
+            keep_costs=True,
             **cache_options(args),
         )
         try:

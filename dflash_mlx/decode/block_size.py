@@ -6,22 +6,19 @@ Knows the limits of a request, costs and acceptance; knows no model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from .costs import STALE_BLOCK, STALE_PLAIN, RoundCosts
+from .costs import BUCKET, Bounds, RoundCosts
+from .rates import RequestRates
 
-# What a request expects before its first round, and how fast it forgets (docs/experiments.md).
-PRIOR = 0.75  # share of draft tokens kept
-PRIOR_WEIGHT = 3.0  # in draft tokens
-FORGET_ROUND = 0.97  # weight of the past after a round with a draft
-FORGET_PLAIN = 0.97  # and after a plain one: a draft that failed gets another chance
-ALLOWANCE = 2.5  # plain steps that a request may lose to rounds which did not pay
-ALLOWANCE_SHARE = 0.015  # and the share of its time on top
-CREDIT = 8.0  # plain steps of earlier gains that it may lose on top
-REST = 2  # plain rounds from one look at a draft that rests to the next
-PAUSE = 3.0  # a round that took so many times its usual time was waiting for somebody else
-FIRST_WIDTHS = (1, 2, 4)  # measured before anything is known, each so often as `TRIALS`
-TRIALS = 3
+# What blocks may lose, in plain steps and as a share of the time on top (docs/experiments.md): in a request, half of
+# whose steps are for rounds that only try something, and over all of a pair's since they last were in credit, so that
+# a draft that never pays is looked at ever more seldom.
+ALLOWANCE, SHARE = 4.0, 0.05
+PAIR_ALLOWANCE, PAIR_SHARE = 8.0, 0.015
+WORTH = 0.02  # share by which a width must be expected to win to be tried: measuring is no finer
+REST = 2  # plain rounds from one look at the choice to the next: each changes little, and looking takes time
+LUCK = 0.16  # how often something is better than it looks by a standard deviation or more
 
 
 @dataclass(frozen=True)
@@ -72,127 +69,131 @@ class FixedBlockSize:
         pass
 
 
-class Acceptance:
-    """How likely each slot's draft token is kept, given that those before it were; one request's own.
+class Proposer:
+    """What one request knows of one source of proposals.
 
-    A slot's rate leans on the rate over all slots, and that on `PRIOR`, by `PRIOR_WEIGHT` tokens each.
+    Args:
+        costs: what the pair showed in earlier requests; learned from each.
     """
 
-    def __init__(self, slots: int):
-        self.kept = [0.0] * slots  # of slot i + 1
-        self.offered = [0.0] * slots
-        self._fade = 1.0  # what all of them are still to be multiplied with
-
-    def add(self, width: int, accepted: int) -> None:
-        self.forget(FORGET_ROUND)
-        self._settle()
-        for i in range(min(width - 1, accepted + 1)):  # behind the first miss nothing is known
-            self.offered[i] += 1
-            self.kept[i] += i < accepted
-
-    def forget(self, share: float) -> None:
-        """Give what is known the weight `share`."""
-        self._fade *= share
-
-    def _settle(self) -> None:
-        if self._fade != 1.0:
-            self.kept = [n * self._fade for n in self.kept]
-            self.offered = [n * self._fade for n in self.offered]
-            self._fade = 1.0
-
-    def expected(self) -> list[float]:
-        """Tokens that a round of width 1, 2, ... emits on average."""
-        self._settle()
-        rate = (sum(self.kept) + PRIOR_WEIGHT * PRIOR) / (sum(self.offered) + PRIOR_WEIGHT)
-        tokens, reach = [1.0], 1.0
-        for kept, offered in zip(self.kept, self.offered, strict=True):
-            reach *= (kept + PRIOR_WEIGHT * rate) / (offered + PRIOR_WEIGHT)
-            tokens.append(tokens[-1] + reach)
-        return tokens
-
-
-class Proposer:
-    """What one request knows of one source of proposals: what its rounds cost, and how they went so far."""
-
-    def __init__(self, slots: int, costs: RoundCosts):
-        self.costs, self.acceptance = costs, Acceptance(slots)
+    def __init__(self, slots: int, costs: RoundCosts, temp: float):
+        self.costs, self.pair_rates = costs, costs.rates_at(temp)
+        self.rates = RequestRates(self.pair_rates, slots)
         self.lost = 0.0  # seconds, below 0 a credit
-        self.rests = 0  # plain rounds until it is looked at again
+
+    def observe(self, width: int, accepted: int, seconds: float, step: float) -> None:
+        """A round of usually so many seconds. Gains count up to what a pair may lose, so that they are not all lost."""
+        for account in (self, self.costs):
+            account.lost = max(-PAIR_ALLOWANCE * step, account.lost + seconds - (accepted + 1) * step)
+
+
+class _Choice(NamedTuple):
+    width: int
+    reason: str = ""  # why plain
 
 
 class AutoBlockSize:
-    """The width with the most tokens for its time, plain decoding among them; nothing is carried to a next request.
+    """The width with the most tokens for its time, plain decoding among them.
 
-    Widths whose cost is unknown are taken at the line through their neighbours and measured when they win; what has
-    not been chosen for long is measured again, since a machine that was busy then may be idle now. A
-    round that emits less than plain steps would have in its time is a loss; losses stay within `ALLOWANCE`.
+    A width whose cost is not known is tried where the tokens that it may win are worth it and those that it may lose
+    are within what is allowed; likewise one that was measured seldom or long ago, and a draft that may do better in
+    this text than it looks. A round that emits less than plain steps would have in its time is a loss.
 
     Args:
         widest: the draft's own block.
-        costs: of this pair on this machine; shared by all requests and learned from each.
-        lookup_costs: of rounds whose proposals a lookup copies, where there is one; without a draft's part in them.
+        costs: of this pair on this machine.
+        lookup: the same of rounds whose proposals a lookup copies, where there is one.
+        temp: temperature, which acceptance depends on.
     """
 
-    def __init__(self, widest: int, costs: RoundCosts, lookup_costs: RoundCosts | None = None):
+    def __init__(self, widest: int, costs: RoundCosts, lookup: RoundCosts | None = None, temp: float = 0.0):
         self.widest = widest
-        self.draft = Proposer(widest - 1, costs)
-        self.lookup = Proposer(widest - 1, lookup_costs or RoundCosts())
+        self.costs = costs
+        with costs.lock:
+            self.draft = Proposer(widest - 1, costs, temp)
+            self.lookup = Proposer(widest - 1, lookup or RoundCosts(dearer=costs), temp)
         self.elapsed = 0.0  # seconds
         self.reason = ""  # why the last choice was plain
+        self._chosen: dict[tuple[bool, int, int, bool], _Choice] = {}  # since the last round; asking again is free
 
     def next(self, context: int, remaining: int, room: int | None = None, offered: int | None = None) -> Widths:
         limit = _limited(self.widest, remaining, room, offered).verify
-        proposer = self.draft if offered is None else self.lookup
-        if offered == 0:
-            width = 1
-        elif proposer.rests:
-            width = 1
-            proposer.rests -= 1
-        else:
-            width = self._choose(proposer, context, limit)
-        return _limited(width, remaining, room, offered)
+        if limit == 1 or offered == 0:
+            return Widths(draft=1, verify=1)
+        # Near the end of a text nothing is tried: it would be cut to odd widths that nobody wants to know.
+        key = (offered is None, (context // BUCKET).bit_length(), limit, remaining > self.widest)
+        if key not in self._chosen:
+            with self.costs.lock:
+                self._chosen[key] = self._choose(self.draft if offered is None else self.lookup, context, *key[2:])
+            self.reason = self._chosen[key].reason
+        return _limited(self._chosen[key].width, remaining, room, offered)
 
-    def _choose(self, proposer: Proposer, context: int, limit: int) -> int:
-        costs = proposer.costs.at(context)
-        for width in FIRST_WIDTHS:
-            if width <= limit and costs.count(width) < TRIALS:
-                return width
-        if limit == 1:
-            return 1
-        expected, curve = proposer.acceptance.expected(), costs.curve(limit)
-        step = curve[0]
-        best = max(range(2, limit + 1), key=lambda width: expected[width - 1] / curve[width - 1])
-        tokens, price = expected[best - 1], curve[best - 1] / step
-        if proposer.costs.since_plain >= STALE_PLAIN:
-            return 1
-        if proposer.costs.since_block >= STALE_BLOCK:
-            return best
-        if tokens <= price:
-            self.reason = f"a block of {best} costs {price:.2f} plain steps and gives {tokens:.2f} tokens here"
-            proposer.rests = REST - 1
-            return 1
-        if proposer.lost + curve[best - 1] - step > ALLOWANCE * step + ALLOWANCE_SHARE * self.elapsed:
-            self.reason = f"blocks gave fewer tokens than plain steps in the same time ({price:.2f} steps a block)"
-            proposer.rests = REST - 1
-            return 1
-        self.reason = ""
-        # A neighbour that was never measured may hide behind a line drawn over a step of the kernels.
-        return next((w for w in (best + 1, best - 1) if 2 <= w <= limit and costs.count(w) < 2), best)
+    def _choose(self, proposer: Proposer, context: int, limit: int, curious: bool) -> _Choice:
+        known = proposer.costs.at(context)
+        if known.count(1) < 2:
+            return _Choice(1)
+        bounds = known.bounds(limit)
+        tokens, spread = proposer.rates.expected(limit)
+        step = bounds[0].high
+        rates = [expected / bound.high for expected, bound in zip(tokens, bounds, strict=True)]
+        best = max(range(limit), key=rates.__getitem__)
+        if curious:
+            worth = _worth_trying(bounds, tokens, proposer.rates.expected(limit, surprise=1.0)[0], best)
+            # Half a standard deviation less than expected: two of three rounds do no worse.
+            spare = self._left(proposer, step, ALLOWANCE / 2)
+            for gain, i in sorted(worth, reverse=True):
+                if gain > WORTH * rates[best] and bounds[i].high - max(1, tokens[i] - spread[i] / 2) * step <= spare:
+                    return _Choice(i + 1)
+        price = bounds[best].high / step
+        if best and self._left(proposer, step, ALLOWANCE) < 0:
+            return _Choice(1, f"blocks gave fewer tokens than plain steps in the same time ({price:.2f} steps a block)")
+        if best == 0 and limit > 1:
+            block = max(range(1, limit), key=rates.__getitem__)
+            price = bounds[block].high / step
+            what = f"a block of {block + 1} costs {price:.2f} plain steps and gives {tokens[block]:.2f} tokens here"
+            return _Choice(1, what)
+        return _Choice(best + 1)
+
+    def _left(self, proposer: Proposer, step: float, steps: float) -> float:
+        """Seconds that blocks may still lose, in this request and over all of the pair's."""
+        costs = proposer.costs
+        return min(
+            steps * step + SHARE * self.elapsed - proposer.lost,
+            PAIR_ALLOWANCE * step + PAIR_SHARE * costs.elapsed - costs.lost,
+        )
 
     def observe(self, context: int, width: int, accepted: int, seconds: float | None, lookup: bool = False) -> None:
-        if width == 1:
-            told = [self.draft, self.lookup]
+        told = [self.draft, self.lookup] if width == 1 else [self.lookup if lookup else self.draft]
+        with self.costs.lock:
+            if width > 1 or told[0].costs.at(context).rounds % REST == 0:
+                self._chosen = {}
             for proposer in told:
-                proposer.acceptance.forget(FORGET_PLAIN)
-        else:
-            told = [self.lookup if lookup else self.draft]
-            told[0].acceptance.add(width, accepted)
-        if seconds is None:
-            return
-        for proposer in told:
-            proposer.costs.add(context, width, seconds)
-        costs = told[0].costs.at(context).known()
-        usual = min(seconds, PAUSE * costs.get(width, seconds))
-        self.elapsed += usual
-        if width > 1 and 1 in costs:
-            told[0].lost = max(-CREDIT * costs[1], told[0].lost + usual - (accepted + 1) * costs[1])
+                if width == 1:
+                    proposer.rates.forget()
+                else:
+                    proposer.pair_rates.add(width, accepted)
+                    proposer.rates.add(width, accepted)
+                proposer.costs.add(context, width, seconds)
+            # What such a round usually takes, not what this one did: it may have waited for somebody else.
+            known = told[0].costs.at(context).known()
+            usual = known.get(width)
+            if usual is None or 1 not in known:
+                return
+            self.elapsed += usual
+            for proposer in told:
+                proposer.costs.elapsed = proposer.costs.elapsed + usual if proposer.costs.lost > 0 else 0.0
+            if width > 1:
+                told[0].observe(width, accepted, usual, known[1])
+
+
+def _worth_trying(bounds: list[Bounds], tokens: list[float], lucky: list[float], best: int) -> list[tuple[float, int]]:
+    """By how many tokens a second each width but the best may beat it, times how likely that is."""
+    rate = tokens[best] / bounds[best].high
+    found = []
+    for i, (low, high, chance) in enumerate(bounds):
+        if i != best:
+            gain = chance * (tokens[i] / low - rate)
+            if best == 0:  # of a draft that does well enough its rounds tell
+                gain = max(gain, LUCK * chance * (lucky[i] / low - rate), LUCK * (lucky[i] / high - rate))
+            found.append((gain, i))
+    return found

@@ -1,127 +1,155 @@
-"""What a round costs on this machine, by width: learned from the rounds themselves, kept between runs.
+"""What a round costs on this machine, by width: learned from the rounds themselves.
 
-The figures belong to one pair, machine and way of decoding (the key) and to a range of context lengths. Knows
-widths and seconds, and models by their size only; knows no acceptance.
+The figures belong to a range of context lengths. Kernels make costs a staircase whose steps nobody knows ahead, so a
+width that was not measured has bounds, not a figure. What the rounds gave stands beside it. Knows no models.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import platform
-import tempfile
-import warnings
+import threading
 from collections import deque
-from collections.abc import Sequence
-from functools import cache
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
-import mlx.core as mx
-from mlx import nn
-
-from ..target.structure import named_modules
+from .rates import SlotRates
 
 SAMPLES = 12  # latest rounds of a width that its cost is taken from
-TRUSTED = 3  # samples from which a cost is worth keeping on disk, and as many it then stands for
+STANDS_FOR = 3  # rounds that a figure stands for which was measured elsewhere
 BUCKET = 2048  # tokens of the first range of context lengths; each further one is twice as long
-STALE_PLAIN = 100  # rounds with a block after which a plain step is measured again
-STALE_BLOCK = 500  # plain rounds after which a block is
 RANGES = 32  # of them, more than any context needs
-KEYS = 64  # pairs kept on disk, the latest used
+DOUBT = 0.3  # share by which a width measured once may be cheaper than it looked: its first round compiles kernels
+AGE = 1000.0  # rounds without one of its width after which a figure means nothing: a machine's load changes
+
+
+class Bounds(NamedTuple):
+    """Seconds of a round of some width: at least `low`, with `chance` hardly more than that, and `high` at most."""
+
+    low: float
+    high: float
+    chance: float
 
 
 class WidthCosts:
     """Seconds of a round by width for one range of context lengths.
 
-    A cost is the lower quartile of the latest rounds, since whatever else runs on a machine only adds to it.
+    A figure is the lower quartile of the latest rounds, since whatever else runs on a machine only adds to it.
 
     Args:
-        known: what to start from. dearer: costs of rounds with more work in them, which stand in for widths that were
-            measured less than `TRUSTED` times.
+        known: what to start from, and for how many rounds it was not measured. dearer: costs of rounds with more work
+            in them, which stand in for widths that were measured less than `STANDS_FOR` times.
     """
 
-    def __init__(self, known: dict[int, float] | None = None, dearer: WidthCosts | None = None):
+    def __init__(self, known: dict[int, tuple[float, float]] | None = None, dearer: WidthCosts | None = None):
         self.dearer = dearer
-        self.samples = {width: deque([seconds] * TRUSTED, SAMPLES) for width, seconds in sorted((known or {}).items())}
-        self._quartiles = {width: samples[0] for width, samples in self.samples.items()}
-        self._known: dict[int, float] | None = None
+        start = sorted((known or {}).items())
+        self.samples = {width: deque([seconds] * STANDS_FOR, SAMPLES) for width, (seconds, _) in start}
+        self.rounds = 0  # of any width
+        self._seen: dict[int, float] = {width: -age for width, (_, age) in start}  # value of `rounds` back then
+        self._figures: dict[int, float] | None = None
+
+    def add(self, width: int, seconds: float | None) -> None:
+        """A round, and what it took where that could be measured."""
+        self.rounds += 1
+        if seconds is None:
+            return
+        self.samples.setdefault(width, deque(maxlen=SAMPLES)).append(seconds)
+        self._seen[width] = self.rounds
+        self._figures = None
 
     def count(self, width: int) -> int:
-        """Rounds of this width that were measured."""
+        """Rounds of this width that a figure rests on."""
         own = len(self.samples.get(width, ()))
         return own if self.dearer is None else max(own, self.dearer.count(width))
 
-    def add(self, width: int, seconds: float) -> None:
-        samples = self.samples.setdefault(width, deque(maxlen=SAMPLES))
-        samples.append(seconds)
-        self._quartiles[width] = sorted(samples)[len(samples) // 4]
-        self._known = None
-
-    def measured(self) -> dict[int, float]:
-        """Widths that were measured here, ascending, with their seconds.
-
-        A wider round can't cost more than a narrower one and a plain step for each further row: a figure above that
-        was taken while the machine was busy.
-        """
-        if self._known is None:
-            known: dict[int, float] = {}
-            narrower = 1
-            for width, seconds in sorted(self._quartiles.items()):
-                if narrower > 1 and 1 in known:
-                    seconds = min(seconds, known[narrower] + (width - narrower) * known[1])
-                known[width] = seconds
-                narrower = width
-            self._known = known
-        return self._known
+    def age(self, width: int) -> float:
+        """Rounds since this width was measured."""
+        return self.rounds - self._seen[width] if width in self._seen else 0.0
 
     def known(self) -> dict[int, float]:
-        """The same, with what dearer rounds say of other widths."""
-        if self.dearer is None:
-            return self.measured()
-        own = self.measured()
-        trusted = {width: seconds for width, seconds in own.items() if len(self.samples[width]) >= TRUSTED}
-        known = dict(sorted({**own, **self.dearer.known(), **trusted}.items()))
-        least = float("inf")
-        for width in reversed(known):  # fewer rows cost no more than what was measured of more
-            least = known[width] = min(least, known[width])
-        return known
+        """Widths that were measured, ascending, with their seconds.
 
-    def curve(self, widest: int) -> list[float]:
-        """Seconds of rounds of width 1, 2, ...: between two measured widths on the line between them, beyond the last
-        on its line. Some width must have been measured."""
-        known = self.known()
-        return [_on_line(known, width) for width in range(1, widest + 1)]
+        Fewer rows cost no more than what was measured of more, and a row no more than a plain step: a figure above
+        that was taken while the machine was busy, unless it was seen often.
+        """
+        if self.dearer is not None:
+            return self._beside(self.dearer.known())
+        if self._figures is None:
+            self._figures = _falling({width: _quartile(samples) for width, samples in sorted(self.samples.items())})
+            narrower = 1
+            for width, seconds in self._figures.items():
+                if self.count(width) < STANDS_FOR and narrower in self._figures and 1 in self._figures:
+                    most = self._figures[narrower] + (width - narrower + 1) * self._figures[1]
+                    self._figures[width] = min(seconds, most)  # and one step for the draft
+                narrower = width
+        return self._figures
+
+    def _beside(self, dearer: dict[int, float]) -> dict[int, float]:
+        own = {width: _quartile(samples) for width, samples in self.samples.items()}
+        trusted = {width: seconds for width, seconds in own.items() if len(self.samples[width]) >= STANDS_FOR}
+        return _falling(dict(sorted({**own, **dearer, **trusted}.items())))
+
+    def bounds(self, widest: int) -> list[Bounds]:
+        """Of rounds of width 1 to `widest`; a plain step must have been measured.
+
+        Between two measured widths there is a step of the kernels, anywhere; how far the last measured width's cost
+        reaches is anybody's guess (as far again with even chances), and a further row costs a plain step at most.
+        """
+        figures = self.known()
+        step = figures[1]
+        found = [Bounds(step * (1 - self._doubt(1)), step, 0.5)]
+        last, below = 1, step
+        for width, seconds in figures.items():
+            if width > 1:
+                gap = width - last
+                for row in range(1, gap):
+                    found.append(Bounds(below, min(seconds, below + row * step), 1 - row / gap))
+                found.append(Bounds(max(below, seconds * (1 - self._doubt(width))), seconds, 0.5))
+                last, below = width, seconds
+            if width >= widest:
+                return found[:widest]
+        found += [Bounds(below, below + (width - last) * step, last / width) for width in range(last + 1, widest + 1)]
+        return found
+
+    def _doubt(self, width: int) -> float:
+        if width not in self.samples and self.dearer is not None:
+            return self.dearer._doubt(width)
+        return min(1.0, DOUBT / self.count(width) ** 2 + max(0.0, self.age(width)) / AGE)
 
 
-def _on_line(known: dict[int, float], width: int) -> float:
-    if width in known:
-        return known[width]
-    below, above = [w for w in known if w < width], [w for w in known if w > width]
-    if not below:
-        return known[above[0]]
-    if not above and len(below) == 1:
-        return known[below[0]]
-    left, right = (below[-1], above[0]) if above else below[-2:]
-    slope = max(0.0, (known[right] - known[left]) / (right - left))
-    return known[right] - slope * (right - width)
+def _quartile(samples: deque[float]) -> float:
+    return sorted(samples)[len(samples) // 4]
+
+
+def _falling(figures: dict[int, float]) -> dict[int, float]:
+    """Each at most what a wider round costs."""
+    least = float("inf")
+    for width in reversed(figures):
+        least = figures[width] = min(least, figures[width])
+    return figures
 
 
 class RoundCosts:
-    """Costs of one pair on this machine, by range of context lengths; see `WidthCosts` for `dearer`."""
+    """What is known of one pair, machine and way of decoding; see `WidthCosts` for the arguments.
 
-    def __init__(self, ranges: dict[int, dict[int, float]] | None = None, dearer: RoundCosts | None = None):
+    Whoever reads or changes it holds `lock`: requests of several threads share it.
+
+    Attributes:
+        ranges: costs of rounds by range of context lengths.
+        rates: acceptance by slot, by temperature (one decimal).
+        lost: seconds that blocks cost beyond plain steps, below 0 a credit. elapsed: seconds of rounds since there was
+            one.
+    """
+
+    def __init__(
+        self, ranges: dict[int, dict[int, tuple[float, float]]] | None = None, dearer: RoundCosts | None = None
+    ):
         self.dearer = dearer
+        self.lock: AbstractContextManager[bool | None] = threading.RLock() if dearer is None else dearer.lock
+        self.rates: dict[str, SlotRates] = {}
+        self.lost = self.elapsed = 0.0
         self.ranges: dict[int, WidthCosts] = {}
         for i, known in (ranges or {}).items():
             self.ranges[i] = self._range(i, known)
-        self.warm: set[tuple[int, int]] = set()  # the first round of a width in a process compiles kernels
-        # Rounds of the other kind since a plain one, and since a block, was measured: what is not chosen is not
-        # corrected. What another process measured is looked at again sooner.
-        self.since_plain = STALE_PLAIN - 20 if ranges else 0
-        self.since_block = STALE_BLOCK - 100 if ranges else 0
 
     def at(self, context: int) -> WidthCosts:
         """The costs at a context of so many tokens; a new range starts from the nearest, by preference shorter.
@@ -131,127 +159,21 @@ class RoundCosts:
         i = (context // BUCKET).bit_length()
         if i not in self.ranges:
             others = sorted(self.ranges, key=lambda j: (j > i, abs(j - i)))
-            self.ranges[i] = self._range(i, self.ranges[others[0]].known() if others else None)
+            nearest = self.ranges[others[0]].known() if others else {}
+            self.ranges[i] = self._range(i, {width: (seconds, 0.0) for width, seconds in nearest.items()})
         return self.ranges[i]
 
-    def _range(self, i: int, known: dict[int, float] | None) -> WidthCosts:
+    def _range(self, i: int, known: dict[int, tuple[float, float]]) -> WidthCosts:
         return WidthCosts(known, self.dearer.at((BUCKET << i) // 2) if self.dearer else None)
 
-    def add(self, context: int, width: int, seconds: float) -> None:
-        """Take one round into account, unless it is the first of its width here."""
-        i = (context // BUCKET).bit_length()
-        measured = (i, width) in self.warm
-        if measured:
-            self.at(context).add(width, seconds)
-        self.warm.add((i, width))
-        if width == 1:
-            self.since_block += 1
-            self.since_plain = 0 if measured else self.since_plain
-        else:
-            self.since_plain += 1
-            self.since_block = 0 if measured else self.since_block
+    def add(self, context: int, width: int, seconds: float | None) -> None:
+        """Take one round into account."""
+        self.at(context).add(width, seconds)
 
-    def worth_keeping(self) -> dict[str, dict[str, float]]:
-        """As plain JSON values, without what rests on a round or two."""
-        kept = {
-            str(i): {str(w): round(s, 7) for w, s in costs.measured().items() if len(costs.samples[w]) >= TRUSTED}
-            for i, costs in self.ranges.items()
-        }
-        return {i: widths for i, widths in kept.items() if widths}
-
-
-def describe_pair(target: Any, draft: Any, way: Sequence[str]) -> str:
-    """What the cost of a round depends on besides the machine: size and form of both models, how tokens are picked."""
-
-    def form(model: Any) -> str:
-        while not isinstance(model, nn.Module) and getattr(model, "draft", None) is not None:
-            model = model.draft  # a drafter around it
-        if not isinstance(model, nn.Module):
-            return type(model).__name__
-        layers = list(getattr(model, "layers", ()))
-        # The first and the last layer stand for all: a walk through each of them takes milliseconds at every call.
-        held = (item for _, part in named_modules(model, closed=layers[1:-1]) for item in part.items())
-        arrays = [value for key, value in held if isinstance(value, mx.array) and not key.startswith("_")]
-        dtypes = sorted({str(array.dtype).removeprefix("mlx.core.") for array in arrays})
-        name, window = type(model).__module__.rpartition(".")[2], getattr(model, "context_window", None)
-        size = f"{name} {len(layers)} layers {sum(a.nbytes for a in arrays)} bytes {'+'.join(dtypes)}"
-        return f"{size} window {window}" if window else size
-
-    return ", ".join([f"target {form(target)}", f"draft {form(draft)}", *way])
-
-
-@cache
-def machine() -> str:
-    """What a figure depends on besides the models: device, MLX, and on Linux a preloaded BLAS."""
-    device = mx.device_info() if mx.metal.is_available() else {}
-    parts = [str(device.get("device_name") or f"{platform.machine()} cpu"), f"mlx {version('mlx')}"]
-    if preloaded := os.environ.get("LD_PRELOAD"):
-        parts.append(Path(preloaded).name)
-    return ", ".join(parts)
-
-
-def costs_file() -> Path:
-    """Where costs are kept: `$DFLASH_MLX_CACHE` or `$XDG_CACHE_HOME/dflash-mlx` or `~/.cache/dflash-mlx`."""
-    home = os.environ.get("DFLASH_MLX_CACHE")
-    base = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dflash-mlx"
-    return base.expanduser() / "costs.json"
-
-
-_known: dict[str, RoundCosts] = {}  # of this process
-
-
-def round_costs(pair: str, dearer: RoundCosts | None = None) -> RoundCosts:
-    """The costs of a pair on this machine, from this process or from the file, empty at first."""
-    key = f"{machine()}; {pair}"
-    if key not in _known:
-        stored = _read().get(key, {})
-        known = {int(i): {int(w): s for w, s in widths.items()} for i, widths in stored.items()}
-        _known[key] = RoundCosts(known, dearer)
-    return _known[key]
-
-
-def keep_costs(pair: str) -> None:
-    """Write the costs of a pair to the file. A file that can't be written is said once, and costs nothing else."""
-    key = f"{machine()}; {pair}"
-    new = _known[key].worth_keeping() if key in _known else {}
-    stored = _read()
-    if not new or _close(stored.get(key, {}), new):
-        return
-    stored.pop(key, None)
-    stored[key] = new
-    file = costs_file()
-    temporary = None
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".costs.", delete=False) as stream:
-            temporary = Path(stream.name)
-            json.dump(dict(list(stored.items())[-KEYS:]), stream)
-        temporary.replace(file)
-    except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        warnings.warn(f"measured round costs can't be kept ({error}); they are measured again next time", stacklevel=2)
-
-
-def _close(old: dict[str, dict[str, float]], new: dict[str, dict[str, float]]) -> bool:
-    """Whether the same widths are known and none has moved by a tenth: then writing is not worth it."""
-    if {i: set(widths) for i, widths in old.items()} != {i: set(widths) for i, widths in new.items()}:
-        return False
-    return all(abs(new[i][w] - s) <= 0.1 * s for i, widths in old.items() for w, s in widths.items())
-
-
-def _read() -> dict[str, dict[str, dict[str, float]]]:
-    """The file, or nothing where it is missing or damaged: it holds only what can be measured again."""
-    try:
-        stored = json.loads(costs_file().read_text())
-        return {
-            str(key): {
-                str(int(i)): {str(int(w)): float(s) for w, s in widths.items() if 0 < float(s) < 3600 and int(w) > 0}
-                for i, widths in ranges.items()
-                if 0 <= int(i) < RANGES
-            }
-            for key, ranges in stored.items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, OverflowError):
-        return {}
+    def rates_at(self, temp: float) -> SlotRates:
+        """Acceptance at a temperature; a new one starts from what the nearest showed."""
+        key = f"{temp:.1f}"
+        if key not in self.rates:
+            nearest = min(self.rates, key=lambda other: abs(float(other) - temp), default=None)
+            self.rates[key] = SlotRates() if nearest is None else self.rates[nearest].hint()
+        return self.rates[key]

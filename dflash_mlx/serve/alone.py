@@ -105,6 +105,7 @@ class Alone:
             prompt_progress_callback=progress,
             prefill_stops=stops,
             leave_last=drafts,
+            keep_costs=True,
             stream=self.stream,
             **self._options(job, hit.held, drafts),
         )
