@@ -49,6 +49,9 @@ class Machine:
         except (OSError, ValueError, subprocess.SubprocessError):
             return cls("", 0)  # then MLX stays as it is
 
+    def __str__(self) -> str:
+        return f"{self.chip} with {self.memory / 2**30:.0f} GB" if self.chip else "this machine"
+
     def settings(self) -> dict[str, str]:
         """The variables that help on this machine."""
         found = re.match(r"Apple (M\d+)\b", self.chip)

@@ -365,7 +365,7 @@ def test_a_seed_gives_the_same_text_in_a_fresh_process_and_after_another_request
         assert capsys.readouterr().out == fresh.stdout
 
 
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "rwkv7"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "rwkv7", "falcon_h1"])
 def test_a_seeded_second_turn_of_recurrent_caches_uses_new_noise(monkeypatch, family):
     """They do not say how many tokens they hold, and from a file nothing else does either."""
     import matrix
@@ -378,11 +378,11 @@ def test_a_seeded_second_turn_of_recurrent_caches_uses_new_noise(monkeypatch, fa
     keys = TokenPicker._keys
     monkeypatch.setattr(TokenPicker, "_keys", lambda self, at, purpose: used[-1].extend(at) or keys(self, at, purpose))
 
-    def turns(draft_model, reloaded=False):
+    def turns(*draft_models, reloaded=False):
         cache, text = model.make_cache(), []
-        if draft_model is not None:
+        if any(draft_models):
             cache += draft.make_cache()
-        for prompt in ([1, 2, 3, 4, 5], [6, 7], [8]):
+        for prompt, draft_model in zip(([1, 2, 3, 4, 5], [6, 7], [8]), draft_models, strict=True):
             used.append([])
             steps = generate_step(prompt, model, draft_model, max_tokens=7, temp=0.9, seed=5, prompt_cache=cache)
             text += [[token for token, *_ in steps]]
@@ -390,10 +390,11 @@ def test_a_seeded_second_turn_of_recurrent_caches_uses_new_noise(monkeypatch, fa
                 cache = [type(entry).from_state(entry.state) for entry in cache]
         return text
 
-    assert turns(None) == turns(draft)
-    for first, second, third in (used[:3], used[3:]):
+    # In the last run the draft's own rows lag behind by a turn that was decoded without it.
+    assert turns(None, None, None) == turns(draft, draft, draft) == turns(draft, None, draft)
+    for first, second, third in (used[:3], used[3:6], used[6:]):
         assert max(first) < max(second) < max(third)
         assert not set(first[:7]) & set(second), "noise of tokens that were emitted"
     used.clear()
-    turns(None, reloaded=True)
+    turns(None, None, None, reloaded=True)
     assert not set(used[0]) & set(used[1])

@@ -16,10 +16,11 @@ from serving import TEMPLATE, ServerProcess, save_scripts, save_tokenizer
 
 from dflash_mlx.serve import anthropic, responses
 from dflash_mlx.serve.answer import Answer
+from dflash_mlx.serve.choice import Choice
 from dflash_mlx.serve.completion import Completion
 from dflash_mlx.serve.dialect import FieldError, results_in_order, whole
 from dflash_mlx.serve.errors import ApiError
-from dflash_mlx.serve.fields import checked
+from dflash_mlx.serve.fields import UnknownFields, checked
 from dflash_mlx.serve.job import Piece
 from dflash_mlx.serve.tokens import Front, takes_tools, tokenized
 
@@ -118,18 +119,22 @@ def check_next_turn(calls):
     user = {"role": "user", "content": "x"}
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in calls]
     turns = [
-        checked({"messages": [user, {"role": "assistant", "content": None, "tool_calls": calls}, *results]}, "chat")
+        checked(
+            {"messages": [user, {"role": "assistant", "content": None, "tool_calls": calls}, *results]},
+            "chat",
+            UnknownFields(),
+        )
     ]
 
     message = whole(anthropic.Answer({}), said)
     blocks = [{"type": "tool_result", "tool_use_id": block["id"], "content": "ok"} for block in message["content"]]
     assert all(isinstance(block["input"], dict) for block in message["content"])
     history = [user, {"role": "assistant", "content": message["content"]}, {"role": "user", "content": blocks}]
-    turns.append(checked(anthropic.to_chat({"max_tokens": 1, "messages": history}), "chat"))
+    turns.append(checked(anthropic.to_chat({"max_tokens": 1, "messages": history}), "chat", UnknownFields()))
 
     output = whole(responses.Answer({}), said)["output"]
     back = [{"type": "function_call_output", "call_id": item["call_id"], "output": "ok"} for item in output]
-    turns.append(checked(responses.to_chat({"input": [user, *output, *back]}), "chat"))
+    turns.append(checked(responses.to_chat({"input": [user, *output, *back]}), "chat", UnknownFields()))
     for turn in turns:
         turn = json.loads(json.dumps(turn["messages"], ensure_ascii=False).encode())
         assert [call["function"]["name"] for call in turn[1]["tool_calls"]] == names
@@ -175,10 +180,9 @@ def test_where_the_closing_mark_ends_the_text_the_end_of_the_turn_closes_the_cal
     ("reason", "stop", "calls"), [("stop", None, 1), ("stop", "30d", 0), ("length", None, 0), ("length", "30d", 0)]
 )
 def test_only_the_models_own_end_closes_a_call_that_no_mark_closes(reason, stop, calls):
-    completion = Completion.__new__(Completion)  # loads nothing
-    completion.answer = Answer(tokenizer("mistral"), "normal", TOOLS, streaming=False)
-    completion.job = SimpleNamespace(stopping=SimpleNamespace(found=stop))
-    parts = list(completion._parts(Piece(written("mistral", BODIES["mistral"]), 0, reason)))
+    job, logprobs = SimpleNamespace(stopping=SimpleNamespace(found=stop)), SimpleNamespace(add=lambda piece: None)
+    choice = Choice(0, job, Answer(tokenizer("mistral"), "normal", TOOLS, streaming=False), logprobs)
+    parts = list(choice.add(Piece(written("mistral", BODIES["mistral"]), 0, reason)))
     assert sum(len(part.calls) for part in parts) == calls
 
 
@@ -391,7 +395,7 @@ def turn(*calls, **message):
 )
 def test_malformed_calls_of_an_earlier_turn_are_named(message, field):
     with pytest.raises(ApiError) as caught:
-        checked({"messages": [USER, message]}, "chat")
+        checked({"messages": [USER, message]}, "chat", UnknownFields())
     assert caught.value.param == field
     assert field in str(caught.value)
 
@@ -407,7 +411,7 @@ def test_malformed_calls_of_an_earlier_turn_are_named(message, field):
 def test_a_tool_that_cant_be_had_is_named(tool, field):
     tools = [{"type": "function", "function": {"name": "f", "strict": False}}, {"type": "function", "function": tool}]
     with pytest.raises(FieldError) as caught:
-        checked({"messages": [USER], "tools": tools}, "chat")
+        checked({"messages": [USER], "tools": tools}, "chat", UnknownFields())
     assert caught.value.param == field
 
 
@@ -453,6 +457,7 @@ def test_each_route_hands_results_over_in_order():
 
     sent = []
     engine = SimpleNamespace(
+        unknown_fields=UnknownFields(),
         provider=SimpleNamespace(answers_to=bool, plan=SimpleNamespace(block_size=None, draft=None), public_draft=None),
         args=SimpleNamespace(temp=0, top_p=1, top_k=0, min_p=0, max_tokens=1),
         front_tokenizer=SimpleNamespace(chat_template=""),

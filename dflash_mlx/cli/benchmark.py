@@ -138,8 +138,8 @@ def _with_and_without(args: argparse.Namespace) -> int:
     wanted = args.settings or {name: os.environ.get(name, value) for name, value in machine.settings().items()}
     if not wanted:
         raise DFlashError(
-            f"--settings: none are known to help on {machine.chip or 'this machine'} with "
-            f"{machine.memory / 2**30:.0f} GB; name some to try, e.g. --settings MLX_MAX_MB_PER_BUFFER=512"
+            f"--settings: none are known to help on {machine}; "
+            "name some to try, e.g. --settings MLX_MAX_MB_PER_BUFFER=512"
         )
     found = processes.compare(args.argv, wanted, args.repeat, same_text=args.temp == 0 or args.acceptance == "match")
     console = Console(width=None if Console().is_terminal else 150)

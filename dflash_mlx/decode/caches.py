@@ -89,8 +89,7 @@ def split_caches(
     expected = len(drafter.make_cache())
     if len(draft_cache) != expected:
         raise DraftError(f"prompt_cache has {len(draft_cache)} draft entries, this draft needs {expected}")
-    if all(map(recurrent, target_cache)):
-        held = draft_cache[0].offset  # known even where the caches come from a file
-        noted = noted if noted != FAR else held
+    if noted == FAR:
+        noted = held = draft_cache[0].offset  # of caches that come from a file the draft's rows say it
     align(draft_cache, held)  # it may be behind, e.g. when a turn was decoded without it
     return target_cache, draft_cache, held, noted - noted % FAR
