@@ -56,9 +56,9 @@ def serve(target: Path, expected: list[list[int]]) -> None:
             raise engine.load_error
 
         def ask(prompt: list[int]) -> list[int]:
-            body = {"prompt": prompt, "max_tokens": SAYS, "logprobs": True}
+            body = {"prompt": prompt, "max_tokens": SAYS, "logprobs": 1}
             reply = Completion(engine, body, "text").whole(lambda: False)
-            return [entry["id"] for entry in reply["choices"][0]["logprobs"]["content"]]
+            return reply["choices"][0]["logprobs"]["token_ids"]
 
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             assert list(pool.map(ask, PROMPTS)) == expected

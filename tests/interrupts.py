@@ -149,7 +149,6 @@ def run(family: str, seed: int, places: int, twice: bool = False) -> str:
         if auto:
             patch.setattr("dflash_mlx.generation.AutoBlockSize", mixed(seed))
             patch.setattr("dflash_mlx.generation.round_costs", lambda *args, **kwargs: RoundCosts())
-            patch.setattr("dflash_mlx.generation.keep_costs", lambda pair: None)
         elif drafted:
             options["block_size"] = drafter.block_size
         try:
