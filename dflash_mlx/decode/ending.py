@@ -100,10 +100,13 @@ def _draft_again(session: Session) -> None:
     try:
         _extend_draft(session, session.fed)
         _launch(session)
-    except Exception:
+    except Exception as reason:
         for undo in undos:
             undo()
         align(session.draft_cache, session.fed)
+        warnings.warn(
+            f"the draft missed the last tokens and proposes worse for a while: {reason}", RuntimeWarning, stacklevel=2
+        )
 
 
 def _launch(session: Session) -> None:
