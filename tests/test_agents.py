@@ -97,7 +97,7 @@ def test_a_turn_with_a_tool_result(claude):
     [
         ({"max_tokens": 2}, "max_tokens", None),
         ({"stop_sequences": [" is"]}, "stop_sequence", " is"),
-        ({"thinking": {"type": "disabled"}}, "tool_use", None),
+        ({"thinking": {"type": "disabled"}, "tools": [ADD]}, "tool_use", None),
     ],
 )
 def test_why_a_message_ends(claude, fields, reason, sequence, stream):
@@ -198,7 +198,7 @@ def test_a_response_that_is_cut_is_incomplete(gpt, stream):
 
 
 def test_effort_none_switches_thinking_off(gpt):
-    reply = gpt.responses.create(model="default_model", input="2+2?", reasoning={"effort": "none"})
+    reply = gpt.responses.create(model="default_model", input="2+2?", reasoning={"effort": "none"}, tools=[FUNCTION])
     assert [item.type for item in reply.output] == ["message", "function_call"]
 
 

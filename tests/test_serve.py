@@ -249,7 +249,7 @@ def test_thinking_options_reach_the_template(scripted):
         "on": {"enable_thinking": True},
         "off": {"chat_template_kwargs": {"enable_thinking": False}},
     }.items():
-        reply = scripted.chat([{"role": "system", "content": "brief"}], **fields)
+        reply = scripted.chat([{"role": "system", "content": "brief"}], tools=TOOLS, **fields)
         prompts[name] = reply["usage"]["prompt_tokens"]
         assert ("reasoning" in reply["choices"][0]["message"]) == (name != "off")
         assert reply["choices"][0]["message"]["content"] == "It is 4."

@@ -95,9 +95,9 @@ def tokenizer(name, eos=()):
     )
 
 
-def read(name, text, by_itself=False, step=1, eos=(), **options):
+def read(name, text, by_itself=False, step=1, eos=(), tools=TOOLS, **options):
     """Text and calls of a reply that comes in pieces of `step` characters."""
-    answer = Answer(tokenizer(name, eos), "normal", TOOLS, **{"streaming": False, **options})
+    answer = Answer(tokenizer(name, eos), "normal", tools, **{"streaming": False, **options})
     parts = []
     for at in range(0, len(text), step):
         parts += answer.add(text[at : at + step])
@@ -167,6 +167,23 @@ def test_a_call_that_is_cut_anywhere_is_text(name, step):
         assert read(name, text[:end], step=step) == (text[:end], [])
         if marked:
             assert read(name, text[:end], by_itself=True, step=step) == (text[:end], [])
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("options", [{}, {"single": True}, {"streaming": True}])
+def test_a_call_of_a_tool_that_was_not_offered_is_text(name, step, options):
+    """Of no tools at all: the client that sent none runs none, and may read the text itself."""
+    twice = f"Sure.{written(name, BODIES[name])} And{written(name, BODIES[name])}"
+    for text in (twice, twice[:-3], tokenizer(name).tool_call_start, written(name, "")):
+        for tools in (None, []):
+            assert read(name, text, by_itself=True, step=step, eos=[0], tools=tools, **options) == (text, [])
+
+
+def test_a_call_that_is_text_does_not_wait_for_its_end():
+    answer = Answer(tokenizer("json_tools"), "normal", None, streaming=True)
+    said = ["".join(part.text for part in answer.add(piece)) for piece in ("Hm.<tool", '_call>{"name', '": "now"')]
+    assert said == ["Hm.", '<tool_call>{"name', '": "now"']
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -285,7 +302,7 @@ def server(tmp_path_factory):
         yield process
 
 
-def ask(server, dialect, stream, messages, limit):
+def ask(server, dialect, stream, messages, limit, **fields):
     """Text, calls, the reason for the end and the assistant's part of the next request."""
     schema = {"type": "object"}
     body = {
@@ -296,7 +313,7 @@ def ask(server, dialect, stream, messages, limit):
             "tools": [{"type": "function", "name": "now", "parameters": schema}],
         },
     }[dialect]  # fmt: skip
-    status, reply = server.request("POST", ROUTES[dialect], {**body, "stream": stream})
+    status, reply = server.request("POST", ROUTES[dialect], {**body, "stream": stream, **fields})
     assert status == 200, reply
     events = [json.loads(line[6:]) for line in reply.splitlines() if line.startswith("data: {")] if stream else []
     if dialect == "chat":
@@ -369,6 +386,22 @@ def test_every_dialect_tells_calls_from_text(server, dialect, stream):
             assert again[1:3] == ([("now", {})], called), "the model goes on from the result"
 
 
+NO_CALLS = {  # ways to say so; a vendor's own tool is one that the model is not told of
+    "chat": ({"tool_choice": "none"}, {"tools": []}, {"tools": None}),
+    "messages": ({"tool_choice": {"type": "none"}}, {"tools": []}, {"tools": None}),
+    "responses": ({"tool_choice": "none"}, {"tools": []}, {"tools": None}, {"tools": [{"type": "web_search"}]}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ROUTES)
+def test_where_no_call_is_asked_for_there_is_none(server, dialect, stream):
+    for fields in NO_CALLS[dialect]:
+        for word in ("whole", "bare"):
+            said = ask(server, dialect, stream, [{"role": "user", "content": f"@{word}"}], 9, **fields)
+            assert said[:3] == ("".join(SAID[word]), [], ENDS[dialect][1])
+
+
 # What a request may say of tools --------------------------------------------------------------------------------
 
 USER = {"role": "user", "content": "x"}
@@ -406,6 +439,8 @@ def test_malformed_calls_of_an_earlier_turn_are_named(message, field):
         ({"name": "f", "strict": True}, "tools[1].function.strict"),
         ({"parameters": {}}, "tools[1].function.name"),
         ({"name": 5}, "tools[1].function.name"),
+        ({"name": "g", "description": 5}, "tools[1].function.description"),
+        ({"name": "g", "parameters": "x"}, "tools[1].function.parameters"),
     ],
 )
 def test_a_tool_that_cant_be_had_is_named(tool, field):

@@ -33,20 +33,24 @@ class Raw:
 class Answer:
     """Splits text as it comes, with mlx-lm's own state machine and tool parsers.
 
-    A call that was not written to its end, or that can't be read, is text: the client sees what was written.
+    A call that was not written to its end, or that can't be read, is text: the client sees what was written. So is
+    every call of a reply that was offered no tools, which no client would run.
 
     Args:
         tokenizer: says how reasoning and tool calls are marked. state: that the text begins in.
-        tools: of the request, for the types of arguments. streaming: number the calls. single: keep the first only.
+        tools: that the model may call; none at all where nothing may be a call.
+        streaming: number the calls. single: keep the first only.
     """
 
     def __init__(self, tokenizer: Any, state: str, tools: list[Any] | None, streaming: bool, single: bool = False):
         self.tokenizer, self.single = tokenizer, single
         self.machine = make_text_state_machine(tokenizer).make_state(state)
         self.reader = CallReader(tokenizer.tool_parser, tools, streaming)
+        self.offered = bool(tools)
         self.kind = state
         self.called = 0
         self._tool = ""
+        self._inside = False  # of a call that is text
 
     def add(self, text: str, last: bool = False, by_itself: bool = False) -> Iterator[Part]:
         """The parts that are settled by this text.
@@ -58,7 +62,7 @@ class Answer:
         if last:
             self.machine, held, state = TextStateMachine.flush(self.machine)
             segments.append((state, held))
-        for kind, piece in segments:
+        for kind, piece in segments if self.offered else self._as_text(segments):
             if self.kind == "tool" and kind != "tool":
                 yield from self._finish_call(self.tokenizer.tool_call_end or "", complete=True)
             self.kind = kind
@@ -68,6 +72,17 @@ class Answer:
                 yield Part(kind, piece)
         if last and self.kind == "tool":
             yield from self._finish_call("", complete=by_itself and self._ends_unmarked)
+
+    def _as_text(self, segments: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+        """Calls as they were written, marks included, without waiting for their ends."""
+        for kind, piece in segments:
+            inside, self._inside = self._inside, kind == "tool"
+            if inside and not self._inside:
+                yield "normal", self.tokenizer.tool_call_end or ""
+            if self._inside:
+                yield "normal", piece if inside else f"{self.tokenizer.tool_call_start or ''}{piece}"
+            else:
+                yield kind, piece
 
     @property
     def _ends_unmarked(self) -> bool:
