@@ -67,6 +67,13 @@ def test_a_request_brings_no_template_and_no_option_of_its_rendering(server, nam
         ({"no_such_field": 1}, "no_such_field"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # the demo has no chat template
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"enable_thinking": False}, "enable_thinking"),
+        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"thinking": {"type": "disabled"}}, "thinking"),
+        ({"think": True}, "think"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"role_mapping": {"user": 5}}, "role_mapping.user"),
         ({"prompt": "text"}, "prompt"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
@@ -100,6 +107,21 @@ def test_a_request_brings_no_template_and_no_option_of_its_rendering(server, nam
 def test_what_can_not_be_done_is_refused_by_name(server, fields, param):
     for stream in (False, True):
         assert refused(server, {"messages": MESSAGES, "stream": stream, **fields})["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/messages", {"thinking": {"type": "adaptive"}}),
+        ("/v1/messages", {"output_config": {"effort": "low"}}),
+        ("/v1/messages", {"chat_template_kwargs": {"a": 1}}),
+        ("/v1/responses", {"reasoning": {"effort": "low"}, "chat_template_kwargs": {}}),
+    ],
+)
+def test_agents_are_told_what_a_model_without_a_template_cant_take_by_their_own_fields(server, path, fields):
+    asked = {"messages": MESSAGES, "max_tokens": 2} if path == "/v1/messages" else {"input": "hi"}
+    status, reply = server.request("POST", path, {**asked, **fields})
+    assert (status, f"so {next(iter(fields))} can't" in reply["error"]["message"]) == (400, True)
 
 
 def test_what_asks_for_nothing_is_accepted(server):

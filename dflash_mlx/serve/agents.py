@@ -53,7 +53,7 @@ def _accept(handler: Handler, dialect: Dialect, request: Json) -> Completion:
             unknown.meet(name)
         request = {name: value for name, value in request.items() if name in dialect.known}
     try:
-        return Completion(handler.engine, dialect.to_chat(request), "chat")
+        return Completion(handler.engine, dialect.to_chat(request), "chat", request)
     except ApiError as error:
         field = dialect.fields.get(error.param or "")
         if field is None:

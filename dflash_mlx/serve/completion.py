@@ -26,10 +26,11 @@ from .answer import Answer, Raw
 from .choice import Choice
 from .dialect import as_object, results_in_order
 from .errors import ApiError, ClientGone, shown
-from .fields import UNLIMITED, checked, effort_options
+from .fields import FOR_TEMPLATE, UNLIMITED, checked, effort_options
 from .job import Job, Piece, Progress, Reply, Scores
 from .logprobs import ChatLogprobs, Logprobs, NoLogprobs, TextLogprobs
 from .provider import DEFAULT
+from .tokens import no_template
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -61,12 +62,13 @@ class Completion:
 
     Args:
         body: of a chat ("chat") or text ("text") completion.
+        sent: the client's own request where `body` was made from another dialect's.
 
     Raises:
         ApiError: the body asks for what can't be done, or for another model.
     """
 
-    def __init__(self, engine: Engine, body: Any, kind: str):
+    def __init__(self, engine: Engine, body: Any, kind: str, sent: dict[str, Any] | None = None):
         self.engine, self.kind = engine, kind
         self.fields = fields = checked(body, kind, engine.unknown_fields)
         self.streams: bool = fields.get("stream", False)
@@ -74,6 +76,8 @@ class Completion:
         self.model: str = fields.get("model", DEFAULT)
         self._check_models()
         self.args = self._arguments()
+        if self.args.chat_template_kwargs and not engine.front_tokenizer.has_chat_template:
+            raise no_template(next(name for name in FOR_TEMPLATE if (sent or body).get(name) not in (None, {})))
         self.choices = self._choices()
         self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4()}"
         self.created = int(time.time())

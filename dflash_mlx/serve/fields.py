@@ -173,6 +173,8 @@ OTHER_FORMS: dict[str, Callable[[Any, UnknownFields], dict[str, Any]]] = {
     "thinking": _thinking,
     "think": _think,
 }
+# What becomes variables of the chat template, by all names that clients of any route may send it under.
+FOR_TEMPLATE = ("chat_template_kwargs", "reasoning_effort", "enable_thinking", *OTHER_FORMS, "output_config")
 
 
 def checked(body: Any, kind: str, unknown: UnknownFields) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def tokenized(
     """
     chat = request.request_type == "chat"
     if chat and not tokenizer.has_chat_template:
-        _check_no_template(request, args)
+        if request.tools:
+            raise no_template("tools")
     elif request.tools and not generator.takes_tools:
         raise ApiError(400, "this model's chat template has no place for tools; ask without them", "tools")
     if isinstance(request.prompt, list):
@@ -100,14 +101,10 @@ def takes_tools(tokenizer: Any, options: dict[str, Any]) -> bool:
     return any(shown) or not shown
 
 
-def _check_no_template(request: CompletionRequest, args: GenerationArguments) -> None:
-    """Without a template mlx-lm's plain transcript is used, which can carry neither tools nor options."""
-    for name, value in (("tools", request.tools), ("chat_template_kwargs", args.chat_template_kwargs)):
-        if value:
-            message = (
-                f"this model has no chat template, so {name} can't be used; POST /v1/completions takes a raw prompt"
-            )
-            raise ApiError(400, message, name)
+def no_template(field: str) -> ApiError:
+    """For a field that only a chat template can show: without one mlx-lm's plain transcript of the turns is used."""
+    message = f"this model has no chat template, so {field} can't be used; POST /v1/completions takes a raw prompt"
+    return ApiError(400, message, field)
 
 
 def _refusal(error: Exception, chat: bool) -> ApiError:
