@@ -52,6 +52,7 @@ ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
+THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 SIGNATURE = "unsigned"  # clients expect one on a thinking block and give it back; nobody checks it here
 
 
@@ -68,7 +69,8 @@ def to_chat(request: Json) -> Json:
         chat["stop"] = typed(request["stop_sequences"], list, "stop_sequences")
     if tools := _tools(request):
         chat["tools"] = tools
-    if request.get("tool_choice", {}).get("disable_parallel_tool_use"):
+    single = request.get("tool_choice", {}).get("disable_parallel_tool_use")
+    if typed(single, (bool, type(None)), "tool_choice.disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
     _thinking(request, chat)
     if chat.get("stream"):
@@ -145,7 +147,8 @@ def _tools(request: Json) -> list[Json]:
             raise FieldError(f"{field}.type", f"{tool['type']!r} is run by Anthropic's servers; switch that tool off")
         if tool.get("strict"):
             raise not_strict(field)
-        tools.append(function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), field))
+        schema = typed(tool.get("input_schema") or {}, dict, f"{field}.input_schema")
+        tools.append(function_tool(tool.get("name"), tool.get("description"), schema, field))
     return [] if choice["type"] == "none" else tools
 
 
@@ -153,8 +156,9 @@ def _thinking(request: Json, chat: Json) -> None:
     config = typed(request.get("output_config", {}), dict, "output_config")
     if config.get("format") is not None:
         raise FieldError("output_config.format", "a schema can't be enforced; ask for JSON in the prompt")
-    thinking = typed(request.get("thinking", {}), dict, "thinking").get("type")
-    thinking_options(chat, None if thinking is None else thinking != "disabled", config.get("effort"))
+    effort = typed(config.get("effort"), (str, type(None)), "output_config.effort")
+    kind = typed(request.get("thinking", {}), dict, "thinking").get("type")
+    thinking_options(chat, None if kind is None else pick(THINKING, kind, "thinking.type"), effort)
 
 
 class Answer:

@@ -53,9 +53,13 @@ def check_content(fields: dict[str, Any], kind: str, unknown: UnknownFields) -> 
     for name in RENDERING.intersection(fields.get("chat_template_kwargs", {})):
         where = f"chat_template_kwargs.{name}"
         raise ApiError(400, f"{where} is the server's own, not the template's", where, "unsupported_field")
-    for name in fields.get("stream_options", {}):
+    for name, value in fields.get("stream_options", {}).items():
         if name not in STREAM_OPTIONS:
             unknown.meet(f"stream_options.{name}")
+        else:
+            typed(value, (bool, type(None)), f"stream_options.{name}")
+    for role, prefix in fields.get("role_mapping", {}).items():
+        typed(prefix, str, f"role_mapping.{role}"[:100])
 
 
 def _check_tools(fields: dict[str, Any]) -> None:
@@ -67,6 +71,8 @@ def _check_tools(fields: dict[str, Any]) -> None:
         if not known or not isinstance(tool.get("function"), dict):
             raise ApiError(400, f"tools[{i}] is no function", f"tools[{i}]", "unsupported_value")
         typed(tool["function"].get("name"), str, f"tools[{i}].function.name")
+        typed(tool["function"].get("description"), (str, type(None)), f"tools[{i}].function.description")
+        typed(tool["function"].get("parameters"), (dict, bool, type(None)), f"tools[{i}].function.parameters")
         if tool["function"].get("strict"):
             raise not_strict(f"tools[{i}].function")
 

@@ -131,7 +131,7 @@ def function_tool(name: Any, description: Any, parameters: Any, field: str) -> J
     """A tool as the chat route takes it."""
     function = {"name": typed(name, str, f"{field}.name"), "parameters": parameters or {"type": "object"}}
     if description is not None:
-        function["description"] = description
+        function["description"] = typed(description, str, f"{field}.description")
     return {"type": "function", "function": function}
 
 

@@ -75,7 +75,8 @@ class Tools:
             names = {"name": name, **({"namespace": space} if space else {})}
             custom = kind == "custom"
             self._known[full] = CUSTOM if custom else FUNCTION, names
-            parameters: Any = _one_text(tool.get("format"), place) if custom else tool.get("parameters")
+            schema = typed(tool.get("parameters") or {}, dict, f"{place}.parameters")
+            parameters = _one_text(tool.get("format"), place) if custom else schema
             self.functions.append(function_tool(full, tool.get("description"), parameters, place))
 
 

@@ -82,6 +82,7 @@ def to_chat(request: Json) -> Json:
     if typed(form, dict, "text.format").get("type") != "text":
         raise FieldError("text.format", f"{form.get('type')!r} can't be enforced; ask for it in the prompt")
     effort = typed(request.get("reasoning", {}), dict, "reasoning").get("effort")
+    typed(effort, (str, type(None)), "reasoning.effort")
     thinking_options(chat, None if effort is None else effort != "none", effort if effort != "none" else None)
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
