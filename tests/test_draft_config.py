@@ -6,6 +6,7 @@ import contextlib
 import json
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from tiny import draft_config, make_draft, save_draft
@@ -95,6 +96,45 @@ def test_yarn_spellings_agree_and_differ_from_the_default_rope(name):
     assert not mx.allclose(logits, block_logits(SPELLINGS["z-lab"]), atol=1e-3)
 
 
+@pytest.mark.parametrize("theta", [1e4, 1e7])
+@pytest.mark.parametrize("partial", [1.0, 0.5])
+@pytest.mark.parametrize("more", [{}, {"beta_fast": 8.0, "beta_slow": 2.0}, {"mscale": 0.7, "mscale_all_dim": 1.0}])
+def test_yarn_over_an_exact_range_is_transformers(theta, partial, more):
+    """`truncate: false`: the dimensions between which it interpolates are not rounded to whole ones."""
+    scaling = {**YARN, **more, "truncate": False}
+    config = DraftConfig.from_dict(spelled(rope_theta=theta, partial_rotary_factor=partial, rope_scaling=scaling))
+    rope, size = config.rope.build(64, None), int(64 * partial)
+    low, high = (  # transformers' find_correction_dim
+        size * np.log(YARN["original_max_position_embeddings"] / (turns * 2 * np.pi)) / (2 * np.log(theta))
+        for turns in (more.get("beta_fast", 32), more.get("beta_slow", 1))
+    )
+    ramp = np.clip((np.arange(size // 2) - max(low, 0)) / (min(high, size - 1) - max(low, 0)), 0, 1)
+    waves = theta ** (np.arange(0, size, 2) / size)
+    frequencies = ramp / (YARN["factor"] * waves) + (1 - ramp) / waves
+    assert 1 / np.array(rope._freqs) == pytest.approx(frequencies, rel=1e-5)
+    rounded = DraftConfig.from_dict(spelled(rope_theta=theta, rope_scaling={**YARN, **more})).rope.build(64, None)
+    assert rope.mscale == rounded.mscale
+    assert DraftConfig.from_dict(config.to_dict()).rope == config.rope, "a converted draft keeps it"
+
+
+def test_yarn_truncated_is_the_usual():
+    assert DraftConfig.from_dict(spelled(rope_scaling={**YARN, "truncate": True})) == DraftConfig.from_dict(
+        YARNS["rope_scaling"]
+    )
+
+
+@pytest.mark.parametrize("stated", [{}, {"sliding_window": None}, {"sliding_window": 6}])
+@pytest.mark.parametrize("use", [{}, {"use_sliding_window": True}, {"use_sliding_window": False}])
+@pytest.mark.parametrize("first", [{}, {"max_window_layers": 0}, {"max_window_layers": 1}])
+def test_the_layers_that_slide_are_transformers(stated, use, first):
+    from transformers import Qwen3Config
+
+    config = {**spelled(), **stated, **use, **first}
+    own, theirs = DraftConfig.from_dict(config), Qwen3Config(**config)
+    window = theirs.sliding_window if "sliding_attention" in theirs.layer_types else None
+    assert (list(own.layer_types), own.sliding_window) == (theirs.layer_types, window)
+
+
 def test_an_attention_factor_of_its_own_is_kept():
     """Only one that is the derived one, rounded, says nothing."""
     own = DraftConfig.from_dict(spelled(rope_scaling={**YARN, "attention_factor": 1.139}))
@@ -164,6 +204,10 @@ FAULTS = {
     "yarn without original length": (
         spelled(rope_scaling={"rope_type": "yarn", "factor": 4.0}, max_position_embeddings=None),
         "original_max_position_embeddings",
+    ),
+    "yarn with truncate of text": (
+        spelled(rope_scaling={**YARN, "truncate": "no"}),
+        "rope_scaling.truncate: 'no' is not true or false",
     ),
     "yarn with an attention factor alone": (
         spelled(rope_scaling={**YARN, "factor": 1.0, "attention_factor": 2.0}),

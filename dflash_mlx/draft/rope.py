@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.rope_utils import initialize_rope
 
@@ -44,15 +45,20 @@ class Rope:
     def build(self, head_dim: int, max_positions: int | None, neox: bool = True) -> nn.Module:
         """The module; `neox` rotates halves of a head, else neighbours."""
         scaling = dict(self.scaling or {})
+        truncate = scaling.pop("truncate", True)
         if (stated := scaling.pop("attention_factor", None)) is not None:  # mlx-lm's is 0.1 mscale ln(factor) + 1
             scaling["mscale"] = (stated - 1) / (0.1 * math.log(scaling["factor"]))
-        return initialize_rope(
-            int(head_dim * self.partial),
+        size = int(head_dim * self.partial)
+        rope = initialize_rope(
+            size,
             base=self.theta,
             traditional=not neox,
             scaling_config=scaling or None,
             max_position_embeddings=max_positions,
         )
+        if not truncate:  # mlx-lm always does
+            rope._freqs = _exact_yarn(size, self.theta, scaling)
+        return rope
 
     def to_dict(self) -> dict[str, Any]:
         """As a section of its own (`swa_rope_parameters`)."""
@@ -178,8 +184,8 @@ def _yarn(read: Fields, name: str, section: dict[str, Any]) -> dict[str, Any]:
     transformers takes a stated `attention_factor` first, then the ratio of `mscale` and `mscale_all_dim` if both
     are given, else 0.1 ln(factor) + 1. mlx-lm always takes the ratio, with defaults that give the last.
     """
-    if section.get("truncate") is False:
-        raise read.error(f"{name}.truncate", "false is not supported by mlx-lm's yarn")
+    if not isinstance(truncate := section.get("truncate", True), bool):
+        raise read.error(f"{name}.truncate", f"{brief(truncate)} is not true or false")
     stated = section.get("attention_factor")
     derived = 0.1 * math.log(max(section["factor"], 1)) + 1
     if stated is not None and abs(stated - derived) > 1e-4:  # else rounded from the derived one
@@ -190,4 +196,23 @@ def _yarn(read: Fields, name: str, section: dict[str, Any]) -> dict[str, Any]:
         unused = ()
     else:
         unused = ("attention_factor", "mscale", "mscale_all_dim")
+    if truncate:
+        unused += ("truncate",)
     return {key: value for key, value in section.items() if key not in unused}
+
+
+def _exact_yarn(size: int, base: float, scaling: dict[str, Any]) -> mx.array:
+    """Wavelengths `[size / 2]` of a yarn whose correction range is not rounded to whole dimensions.
+
+    From transformers' `_compute_yarn_parameters` with `truncate: false`, as gpt-oss has it.
+    """
+
+    def dimension(rotations: float) -> float:
+        return size * math.log(scaling[ORIGINAL] / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(dimension(scaling.get("beta_fast") or 32), 0)
+    high = min(dimension(scaling.get("beta_slow") or 1), size - 1)
+    ramp = (mx.arange(size // 2, dtype=mx.float32) - low) / (high - low or 0.001)
+    interpolated = mx.clip(ramp, 0, 1)
+    waves = base ** (mx.arange(0, size, 2, dtype=mx.float32) / size)
+    return waves / (interpolated / scaling["factor"] + 1 - interpolated)

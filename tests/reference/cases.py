@@ -160,6 +160,7 @@ CASES = [
     Case("rope_yarn", draft_config(rope_scaling=YARN), LONG),
     Case("rope_yarn_betas", draft_config(rope_parameters=YARN_BETAS | {"rope_theta": 10000.0}), REWIND),
     Case("rope_yarn_attention_factor", draft_config(rope_scaling=YARN_FACTOR, max_position_embeddings=64), REWIND),
+    Case("rope_yarn_exact_range", draft_config(rope_scaling=YARN | {"truncate": False}), LONG),
     Case("rope_dynamic", draft_config(rope_scaling=DYNAMIC, max_position_embeddings=24), GROW_FAR),
     Case("rope_llama3", draft_config(rope_scaling=LLAMA3), LONG),
     Case("offset_5000", draft_config(**TWO_TAPS), REWIND, offset=5000),
