@@ -212,6 +212,19 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Tensor
     "sliding by max_window_layers": (
         zlab(use_sliding_window=True, sliding_window=6, max_window_layers=1),
         zlab(layer_types=[FULL, SLIDING], sliding_window=6), dict),
+    "sliding by max_window_layers, window not stated": (
+        zlab(use_sliding_window=True, max_window_layers=1),
+        zlab(layer_types=[FULL, SLIDING], sliding_window=4096), dict),
+    "the same of no backbone by name": (
+        zlab(use_sliding_window=True, max_window_layers=1, model_type=None),
+        zlab(layer_types=[FULL, SLIDING], sliding_window=4096), dict),
+    "sliding by max_window_layers, window null": (
+        {**zlab(use_sliding_window=True, max_window_layers=1), "sliding_window": None}, zlab(), dict),
+    "sliding layers, window not stated": (
+        zlab(layer_types=[FULL, SLIDING], use_sliding_window=True),
+        zlab(layer_types=[FULL, SLIDING], sliding_window=4096), dict),
+    "a backbone without a usual window": (
+        zlab(use_sliding_window=True, max_window_layers=1, model_type="llama", head_dim=16), zlab(), dict),
     "max_window_layers that no layer reaches": (
         zlab(use_sliding_window=True, sliding_window=6), zlab(), dict),
     "a window that use_sliding_window takes away": (

@@ -31,6 +31,9 @@ HEAD_DIMS = {
     "gemma": 256, "gemma2": 256, "gemma3_text": 256, "laguna": 128, "muse_glimmer_assistant": 128,
 }  # fmt: skip
 FIRST_SLIDING = 28  # what transformers' Qwen3Config takes for `max_window_layers` where a config states none
+# And for `sliding_window`, where the key is absent (not null) and `use_sliding_window` true; a config that names no
+# backbone is read as Qwen3's.
+WINDOWS = dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), 4096)
 
 # Projectors (`dflash_config.projector_type`): None for a DFlash draft's, for others what to tell the user.
 PROJECTORS = {
@@ -151,17 +154,19 @@ def attention(read: Fields, layers: int) -> tuple[tuple[str, ...], int | None, b
     """Layer types, window and the causal override, by the precedence that vLLM and the reference share.
 
     `use_sliding_window` is transformers': where it is false no layer has a window, whatever its type; where it is true
-    and no types are stated, layers from `max_window_layers` on slide.
+    and no types are stated, layers from `max_window_layers` on slide, by its own window where none is stated.
     """
     use_swa = read.flag("use_swa")
     types = read.get("layer_types", default=None)
     windowed = read.get("use_sliding_window", default=None)
     if windowed not in (None, True, False):
         raise read.error("use_sliding_window", f"{brief(windowed)} is not true or false")
+    backbone = str(read.config.get("model_type") or "qwen3")
+    usual = WINDOWS.get(backbone) if windowed and "sliding_window" not in read.config else None
     causal = read.get("is_causal", default=None)
     if causal is None:
         causal = read.own("causal")
-    if types is None and windowed and not use_swa and read.get("sliding_window", default=None) is not None:
+    if types is None and windowed and not use_swa and read.get("sliding_window", default=usual) is not None:
         first = read.get("max_window_layers", default=FIRST_SLIDING)
         if type(first) is not int or first < 0:
             raise read.error("max_window_layers", f"{brief(first)} is not a number of layers")
@@ -178,7 +183,7 @@ def attention(read: Fields, layers: int) -> tuple[tuple[str, ...], int | None, b
         raise read.error("layer_types", f"{brief(unknown)} is not {FULL!r} or {SLIDING!r}")
     window = None
     if SLIDING in types and (use_swa or windowed is not False):
-        window = read.optional_int("swa_window_size") or read.optional_int("sliding_window")
+        window = read.optional_int("swa_window_size") or read.optional_int("sliding_window") or usual
         if window is None:
             raise read.error("sliding_window", "missing, but layer_types has sliding layers")
         if window < 2:
