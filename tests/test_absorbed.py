@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mlx import nn
 from mlx_lm.models import deepseek_v3
 from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import BatchKVCache, RotatingKVCache
 from random_weights import randomise
 from scripted import ScriptedDrafter, plain_tokens
 
@@ -123,6 +124,18 @@ def test_only_a_block_takes_it(monkeypatch):
     draft = ScriptedDrafter([*prompt, *truth], lambda i: 7)
     assert [t for t, *_ in generate_step(prompt, model, draft, max_tokens=12, prefill_step_size=7)] == truth
     assert len(choices.taken) == 2 * 4, "two blocks, four layers"
+
+
+@pytest.mark.parametrize("make", [lambda: RotatingKVCache(max_size=32), lambda: BatchKVCache([0])])
+def test_a_cache_that_keeps_its_rows_otherwise_is_read_by_the_model_alone(monkeypatch, make):
+    model, prompt = matrix.build("deepseek_v3"), mx.array([matrix.prompt_of(60)])
+    outputs, choices = [], Choices(monkeypatch, answer=True)
+    for forward in (lambda *call: model(*call), lambda *call: Target(model).forward(*call, watch=[])[0]):
+        caches = [make() for _ in model.layers]
+        model(prompt, caches)
+        outputs.append(forward(BLOCK, caches))
+    assert difference(*outputs) < 1e-5
+    assert not choices.taken
 
 
 def test_the_model_is_the_same_afterwards_and_meanwhile():
