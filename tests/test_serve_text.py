@@ -94,6 +94,23 @@ def test_scores_lead_into_the_text_that_follows(openai, demo_pair):
     assert (echoed.text[: len(TEXT)], echoed.logprobs) == (TEXT, None)
 
 
+def test_mlx_lms_clients_find_their_entries_beside_the_columns(server):
+    fields = {"max_tokens": 6, "logprobs": 2, "echo": True}
+    columns = server.complete(TEXT, **fields)["choices"][0]["logprobs"]
+    entries = columns["content"]
+    assert [entry["id"] for entry in entries] == columns["token_ids"][-6:], "what was written, without the echo"
+    assert [entry["logprob"] for entry in entries] == columns["token_logprobs"][-6:]
+    assert [entry["token"] for entry in entries] == columns["tokens"][-6:]
+    assert all(
+        {best["token"]: best["logprob"] for best in entry["top_logprobs"]}.items() <= top.items()
+        for entry, top in zip(entries, columns["top_logprobs"][-6:], strict=True)
+    )
+    packets = server.stream("/v1/completions", {"prompt": TEXT, **fields})
+    parts = [choice["logprobs"] for packet in packets for choice in packet["choices"] if "logprobs" in choice]
+    assert [entry["id"] for part in parts for entry in part["content"]] == [entry["id"] for entry in entries]
+    assert server.complete(TEXT, max_tokens=0, logprobs=1, echo=True)["choices"][0]["logprobs"]["content"] == []
+
+
 def test_a_list_of_prompts_is_answered_in_its_order(openai, server, demo_pair):
     """More prompts than may run or wait at once; texts, ids and both ways to send a list; figures a choice."""
     prompts = [f"def f{i}(" for i in range(7)]

@@ -56,17 +56,20 @@ class ChatLogprobs:
 class TextLogprobs:
     """The columns of a text completion: tokens, their log-probabilities, the best at each place, where they begin.
 
-    Beside OpenAI's four there are the tokens' ids. The best hold the token itself too, though it be none of them, as at
+    Beside OpenAI's four there are the tokens' ids, and mlx-lm's server's `content`: what was written, without an echo,
+    as a chat completion's entries. The best hold the token itself too, though it be none of them, as at
     OpenAI; texts that are spelled alike keep the likelier one.
     """
 
     def __init__(self, spell: TokenText):
         self.spell = spell
+        self._content = ChatLogprobs(spell)
         self._stream = TextStream(spell.tokenizer)
         self._offset = 0  # characters of the text in front of the next token
         self._columns = self._empty()
 
     def add(self, piece: Piece) -> None:
+        self._content.add(piece)
         if piece.token is not None and piece.logprob is not None:
             self._add(piece.token, piece.logprob, piece.top)
 
@@ -86,7 +89,7 @@ class TextLogprobs:
 
     def take(self) -> dict[str, Any] | None:
         columns, self._columns = self._columns, self._empty()
-        return columns if columns["tokens"] else None
+        return {**columns, **(self._content.take() or {"content": []})} if columns["tokens"] else None
 
     def _add(self, token: int, logprob: float | None, best: Best) -> None:
         text = self.spell.legacy(token)
