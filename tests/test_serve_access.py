@@ -16,7 +16,8 @@ import pytest
 from dflash_mlx.cli import make_parser
 from dflash_mlx.serve import connections, routes
 from dflash_mlx.serve.access import loopback
-from dflash_mlx.serve.app import Server, known_hosts
+from dflash_mlx.serve.app import known_hosts
+from dflash_mlx.serve.server import Server
 
 
 class Edge:
@@ -26,7 +27,7 @@ class Edge:
         args = make_parser()[0].parse_args(["serve", "--model", "demo", *flags])
         args.known_hosts = known_hosts(args)
         engine = SimpleNamespace(args=args, is_healthy=True, load=lambda: (0, 0))
-        self.server = Server(("127.0.0.1", 0), socket.AF_INET, engine)
+        self.server = Server(("127.0.0.1", 0), socket.AF_INET, engine, routes.find)
         self.port = self.server.server_address[1]
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self.thread.start()

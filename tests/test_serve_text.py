@@ -17,10 +17,11 @@ from dflash_mlx import demo
 from dflash_mlx.cli import make_parser
 from dflash_mlx.serve import scoring
 from dflash_mlx.serve.completion import Completion
-from dflash_mlx.serve.fields import UNLIMITED, UnknownFields
+from dflash_mlx.serve.fields import UNLIMITED
 from dflash_mlx.serve.job import Scores
 from dflash_mlx.serve.logprobs import TextLogprobs
 from dflash_mlx.serve.token_text import TokenText
+from dflash_mlx.serve.unknown_fields import UnknownFields
 
 TEXT = "def read(path):\n    return open(path)"
 ODD = "naïve 👍 = 1"  # characters of several tokens

@@ -20,9 +20,10 @@ from dflash_mlx.serve.choice import Choice
 from dflash_mlx.serve.completion import Completion
 from dflash_mlx.serve.dialect import FieldError, results_in_order, whole
 from dflash_mlx.serve.errors import ApiError
-from dflash_mlx.serve.fields import UnknownFields, checked
+from dflash_mlx.serve.fields import checked
 from dflash_mlx.serve.job import Piece
 from dflash_mlx.serve.tokens import Front, takes_tools, tokenized
+from dflash_mlx.serve.unknown_fields import UnknownFields
 
 STRINGS = {"path": {"type": "string"}, "only_older_than": {"type": "string"}}
 TOOLS = [

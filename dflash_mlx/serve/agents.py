@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from . import anthropic, responses
 from .completion import Completion
 from .dialect import Answer, Dialect, Event, Json, typed, whole
 from .errors import ApiError, ClientGone, internal_error
-
-if TYPE_CHECKING:
-    from .handler import Handler
+from .handler import Handler
 
 log = logging.getLogger(__name__)
 

@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import socket
 import sys
-from http.server import ThreadingHTTPServer
-from typing import Any
 
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..errors import DFlashError
 from ..loading import Plan
 from .access import loopback
-from .connections import Connections, most_connections
 from .engine import Engine
-from .handler import Handler
 from .provider import Provider
-
-
-class Server(ThreadingHTTPServer):
-    """A thread a connection, a bounded number of them."""
-
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-    def __init__(self, address: tuple[Any, ...], family: socket.AddressFamily, engine: Engine):
-        self.address_family = family
-        self._connections = Connections(most_connections())
-        self.begin = self._connections.begin
-        super().__init__(address[:2], lambda *args: Handler(engine, *args))
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._connections.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self._connections.remove(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logging.getLogger(__name__).info("a connection broke off", exc_info=True)
+from .routes import find
+from .server import Server
 
 
 def serve(args: argparse.Namespace, plan: Plan) -> int:
@@ -85,7 +57,7 @@ def known_hosts(args: argparse.Namespace) -> list[str] | None:
 def _bound(host: str, port: int, engine: Engine) -> Server:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return Server(address, family, engine)
+        return Server(address, family, engine, find)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DFlashError(f"--host {host} --port {port}: {reason}; give another address") from None

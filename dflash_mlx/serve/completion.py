@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlx_lm.server import (
     CompletionRequest,
@@ -25,16 +25,14 @@ from ..target.args import context_length
 from .answer import Answer, Raw
 from .choice import Choice
 from .dialect import as_object, results_in_order
+from .engine import Engine
 from .errors import ApiError, ClientGone, shown
 from .fields import FOR_TEMPLATE, UNLIMITED, checked, effort_options
+from .handler import Handler
 from .job import Job, Piece, Progress, Reply, Scores
 from .logprobs import ChatLogprobs, Logprobs, NoLogprobs, TextLogprobs
 from .provider import DEFAULT
 from .tokens import no_template
-
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .handler import Handler
 
 POLL_SECONDS = 0.05  # how often a waiting connection is checked for a client that left
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from .dialect import as_object, items, not_strict, typed
 from .errors import ApiError, shown
-
-if TYPE_CHECKING:
-    from .fields import UnknownFields
+from .unknown_fields import UnknownFields
 
 TOOL_CHOICES = ("auto", "none")
 NOT_FORCED = "a call can't be forced; send auto or none"

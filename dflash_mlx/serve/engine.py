@@ -36,12 +36,12 @@ from .batch import Batch
 from .cache import CacheStore, Hit
 from .disk import DiskTier
 from .errors import ApiError, ClientGone, internal_error
-from .fields import UnknownFields
 from .job import Job
 from .metrics import Metrics
 from .provider import Provider
 from .token_text import TokenText
 from .tokens import Front, takes_tools, tokenized, too_long
+from .unknown_fields import UnknownFields
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Engine(ResponseGenerator):
 
     def __init__(self, provider: Provider, args: argparse.Namespace):
         self.provider, self.args = provider, args
-        self.metrics = Metrics(self)
+        self.metrics = Metrics(self.load)
         self.unknown_fields = UnknownFields(args.ignore_unknown_fields)
         self.system_fingerprint = get_system_fingerprint()
         self.waiting: deque[Job] = deque()

@@ -9,19 +9,16 @@ A null is the same as a field that is absent, 4.0 the same as 4.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from .content import check_content
 from .errors import ApiError, named, shown
-
-log = logging.getLogger(__name__)
+from .unknown_fields import UnknownFields
 
 MOST = 2**31 - 1  # what any number may be that has no limit of its own
 UNLIMITED = MOST  # max_tokens of a request that goes on to the end token, or the end of the context
-TOLD = 256  # unknown fields that the log names; their names are the clients' to choose
 
 
 @dataclass(frozen=True)
@@ -107,26 +104,6 @@ HARMLESS = {
     "prompt_cache_retention", "prompt_cache_options", "prediction", "verbosity", "keep_alive", "cache_prompt",
     "id_slot", "timings_per_token", "return_progress", "provider", "client_metadata",
 }  # fmt: skip
-
-
-class UnknownFields:
-    """What becomes of a field that no table knows.
-
-    Args:
-        ignored: leave it out and say so once in the log (`--ignore-unknown-fields`), instead of refusing the request.
-    """
-
-    def __init__(self, ignored: bool = False):
-        self.ignored = ignored
-        self._told: set[str] = set()
-
-    def meet(self, name: str) -> None:
-        """Raise `ApiError` 400, or note it."""
-        if not self.ignored:
-            raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_field")
-        if name not in self._told and len(self._told) < TOLD:
-            self._told.add(name)
-            log.warning("requests carry the field %.100r, which this server does not know and ignores", name)
 
 
 def effort_options(effort: str | None) -> dict[str, Any]:

@@ -5,37 +5,49 @@ from __future__ import annotations
 import io
 import json
 import logging
+import socket
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from .access import check_host, check_key, check_origin, matches
+from .engine import Engine
 from .errors import ApiError, ClientGone, internal_error
 from .json_body import read_json
 from .limits import BODY_SECONDS, WRITE_SECONDS, DeadlineReader, client_left, linger
-from .routes import find
-
-if TYPE_CHECKING:
-    from .app import Server
-    from .engine import Engine
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What answers, whether anyone may ask, and what its errors look like."""
+
+    answer: Callable[[Handler], Any]
+    open: bool = False
+    error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body
+
+
+Find = Callable[[str, str], tuple[Route | None, list[str]]]  # by method and path; the path's methods beside it
 
 
 class Handler(BaseHTTPRequestHandler):
     """One connection, which carries one request.
 
+    Args:
+        find: the route of a request. begin: whether another connection may be answered now.
+
     Attributes:
         engine: what serves. body: the request's JSON, of a POST. route_path: its path decoded, without the query.
     """
 
-    server: Server
     server_version = "dflash-mlx"
     sys_version = ""
 
-    def __init__(self, engine: Engine, *args: Any, **kwargs: Any):
-        self.engine = engine
+    def __init__(self, engine: Engine, find: Find, begin: Callable[[socket.socket], bool], *args: Any, **kwargs: Any):
+        self.engine, self.find, self.begin = engine, find, begin
         self.body: Any = None
         self.route_path = ""
         self.begun = False  # whether any of the reply was sent
@@ -81,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
         args = self.engine.args
         self.route_path = unquote_to_bytes(self.path.partition("?")[0].encode("latin-1")).decode(errors="replace")
         try:
-            route, methods = find(method, self.route_path)
+            route, methods = self.find(method, self.route_path)
             if route is not None:
                 self.error_body = route.error_body
             check_host(self.headers, args.known_hosts)
@@ -92,7 +104,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise _no_route(method, self.route_path, methods)
             if method == "POST":
                 self.body = self._read_body()
-            if not self.server.begin(self.connection):
+            if not self.begin(self.connection):
                 raise ApiError(503, "too many requests at once; try again later", code="too_many_connections")
             self.connection.settimeout(WRITE_SECONDS)
             route.answer(self)

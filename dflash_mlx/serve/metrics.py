@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import mlx.core as mx
 
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .job import Job
+from .job import Job
 
 PREFIX = "dflash_"
 # name -> (type, help)
@@ -35,10 +33,14 @@ TABLE: dict[str, tuple[str, str]] = {
 
 
 class Metrics:
-    """See the module."""
+    """Counts and gauges.
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    Args:
+        load: jobs that run, and jobs that wait.
+    """
+
+    def __init__(self, load: Callable[[], tuple[int, int]]):
+        self._load = load
         self.started = time.perf_counter()
         self._lock = threading.Lock()
         self._counts = {name: 0.0 for name, (kind, _) in TABLE.items() if kind == "counter"}
@@ -68,7 +70,7 @@ class Metrics:
 
     def text(self) -> str:
         """All of it, in Prometheus' text format."""
-        running, queued = self.engine.load()
+        running, queued = self._load()
         with self._lock:
             counts, requests, bonus = dict(self._counts), dict(self._requests), self._bonus
         rounds = counts["rounds_total"]

@@ -8,25 +8,8 @@ A GET path that ends in "/*" also matches what follows. `open` routes need no AP
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
 from . import agents, anthropic, completion, page, status
-from .errors import ApiError
-
-if TYPE_CHECKING:
-    from .handler import Handler
-
-
-@dataclass(frozen=True)
-class Route:
-    """One entry: what answers, whether anyone may ask, and what its errors look like."""
-
-    answer: Callable[[Handler], Any]
-    open: bool = False
-    error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body
-
+from .handler import Route
 
 ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/chat/completions"): Route(completion.answer_chat),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .engine import Engine
 from .errors import ApiError, shown
-
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .handler import Handler
+from .handler import Handler
 
 STARTED = int(time.time())
 

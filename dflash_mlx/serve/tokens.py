@@ -5,17 +5,24 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
+from jinja2 import TemplateError
 from mlx_lm.server import CompletionRequest, GenerationArguments
 
 from ..prompt import apply_template
 from .errors import ApiError
 
-if TYPE_CHECKING:
-    from .engine import Engine
-
 log = logging.getLogger(__name__)
+
+
+class Renderer(Protocol):
+    """What is asked of the engine: mlx-lm's own rendering, and whether the model is shown tools."""
+
+    @property
+    def takes_tools(self) -> bool: ...
+
+    def _tokenize(self, tokenizer: Any, request: CompletionRequest, args: GenerationArguments) -> tuple: ...
 
 
 class Front:
@@ -48,7 +55,7 @@ def too_long(size: str, limit: int, field: str) -> ApiError:
 
 
 def tokenized(
-    generator: Engine, tokenizer: Any, request: CompletionRequest, args: GenerationArguments
+    renderer: Renderer, tokenizer: Any, request: CompletionRequest, args: GenerationArguments
 ) -> tuple[list[int], list[int], str]:
     """Prompt ids, the lengths at which mlx-lm would end a segment, and the state that the text begins in.
 
@@ -58,14 +65,14 @@ def tokenized(
     if chat and not tokenizer.has_chat_template:
         if request.tools:
             raise no_template("tools")
-    elif request.tools and not generator.takes_tools:
+    elif request.tools and not renderer.takes_tools:
         raise ApiError(400, "this model's chat template has no place for tools; ask without them", "tools")
     if isinstance(request.prompt, list):
         prompt, segments, state = request.prompt, [request.prompt], "normal"
     else:
         try:
             own = copy.deepcopy(request)  # the messages are rewritten in place
-            prompt, segments, _, state, _ = generator._tokenize(tokenizer, own, args)
+            prompt, segments, _, state, _ = renderer._tokenize(tokenizer, own, args)
         except ApiError:
             raise
         except Exception as error:  # a template is the checkpoint's own code and raises what it likes
@@ -109,8 +116,6 @@ def no_template(field: str) -> ApiError:
 
 def _refusal(error: Exception, chat: bool) -> ApiError:
     """For what a tokenizer or a template did not take; only a template's own words are told."""
-    from jinja2 import TemplateError
-
     if not chat:
         return ApiError(400, "the prompt can't be turned into tokens by this model's tokenizer", "prompt")
     said = f": {error}" if isinstance(error, TemplateError) else "; the server's log says why"

@@ -7,10 +7,8 @@ model writes can become text, never code.
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..handler import Handler
+from ..handler import Handler
 
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
