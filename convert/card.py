@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: of httpx or httpx2, by its version
+from huggingface_hub.utils import validate_repo_id
 
 from dflash_mlx import demo
 from dflash_mlx.errors import DFlashError
 
 from .licence import Terms
-
-if TYPE_CHECKING:
-    from .convert import Conversion
+from .writer import Conversion
 
 LAYOUT_TAGS: dict[str, list[str]] = {"mlx": ["mlx"], "hf": [], "speculators": ["speculators"]}
 TEXT = """
@@ -35,8 +37,6 @@ def write_card(folder: Path, revision: str | None, terms: Terms, to: str, result
 
     The source's own licence files go with it.
     """
-    from huggingface_hub import ModelCard, ModelCardData
-
     source = terms.source
     local = terms.folder.is_relative_to(Path(demo.__file__).parent) or Path(source).expanduser().is_dir()
     config = result.config
@@ -67,9 +67,6 @@ def write_card(folder: Path, revision: str | None, terms: Terms, to: str, result
 
 def check_repo_name(repo: str) -> None:
     """Raise `DFlashError` unless the hub would take this name."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
     try:
         validate_repo_id(repo)
     except HFValidationError:
@@ -78,9 +75,6 @@ def check_repo_name(repo: str) -> None:
 
 def upload(folder: Path, repo: str) -> None:
     """Upload a converted draft. Raises `DFlashError` when the hub refuses; the local result stays."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: of httpx or httpx2, by its version
-
     try:
         api = HfApi()
         api.create_repo(repo, exist_ok=True)
