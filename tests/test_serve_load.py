@@ -233,6 +233,73 @@ def test_an_exception_in_one_request_ends_only_that_one(engine, monkeypatch):
     assert engine.metrics._requests[("error", "dflash")] == 1
 
 
+def test_a_batch_that_can_not_be_made_ends_the_request_that_needs_it(engine, monkeypatch):
+    from dflash_mlx.serve import engine as module
+    from dflash_mlx.serve.errors import ApiError
+
+    def broken(*args):
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "Batch", broken)
+        with pytest.raises(ApiError) as refused:
+            whole(engine, "def f(", block_size=1)  # no draft: it goes to a batch
+    assert refused.value.status == 500
+    assert whole(engine, "def f(", block_size=1)["dflash"]["ran"] == "batch"
+
+
+def test_a_reply_that_is_out_is_not_written_again_when_its_batch_fails(engine, monkeypatch):
+    from dflash_mlx.serve import alone
+    from dflash_mlx.serve.batch import Batch
+
+    text = whole(engine, "def f(", block_size=1, logit_bias={"0": -100})["choices"][0]["text"]
+    ran = []
+
+    def broken(self, uids):
+        raise RuntimeError("no rows")
+
+    monkeypatch.setattr(Batch, "_remove", lambda self, uids: broken(self, uids) if uids else {})
+    monkeypatch.setattr(alone, "generate_step", lambda *args, **options: ran.append(args) or iter(()))
+    ended = engine.metrics._requests["ok", "batch"]
+    fields = {"block_size": 1, "logit_bias": {"0": -100}, "stop": text[4:8]}
+    assert whole(engine, "def f(", **fields)["choices"][0]["finish_reason"] == "stop"
+    until(lambda: engine.provider.one_by_one and engine.load() == (0, 0))
+    assert not ran
+    assert engine.metrics._requests["ok", "batch"] == ended + 1
+
+
+def test_what_a_request_can_not_have_is_told_and_logged(engine, monkeypatch, caplog):
+    import logging
+
+    from dflash_mlx.errors import TargetError
+    from dflash_mlx.serve import alone
+    from dflash_mlx.serve.errors import ApiError
+
+    def refused(*args, **options):
+        raise TargetError("this cache can't be rewound")
+
+    monkeypatch.setattr(alone, "generate_step", refused)
+    with caplog.at_level(logging.INFO), pytest.raises(ApiError, match="this cache can't be rewound") as told:
+        whole(engine, "def f(")
+    assert told.value.status == 400
+    assert any(record.exc_info and record.exc_info[0] is TargetError for record in caplog.records)
+
+
+def test_a_checkpoint_that_exits_is_an_error_of_the_load(engine):
+    """Its code runs in the engine's thread, whose end nobody would see."""
+    from types import SimpleNamespace
+
+    from dflash_mlx.serve.engine import Engine
+
+    def leave():
+        raise SystemExit("I need another library")
+
+    other = Engine(SimpleNamespace(load_default=leave), engine.args)
+    assert other.loaded.wait(60)
+    assert isinstance(other.load_error, SystemExit)
+    assert not other.is_healthy
+
+
 def test_going_down_ends_what_runs():
     with ServerProcess("--model", "demo") as process:
         connection = send(process, LONG)

@@ -69,7 +69,7 @@ class Engine(ResponseGenerator):
         self.running: Job | None = None
         self.company_until = 0.0
         self.loaded = threading.Event()
-        self.load_error: Exception | None = None
+        self.load_error: BaseException | None = None
         self._tokenizing = threading.Lock()
         # Not mlx-lm's constructor: it starts a thread that ends. MLX's thread-local caches take Python's lock when
         # their thread ends, which aborts a process that is ending as well; ours is parked instead (`_live`).
@@ -159,7 +159,7 @@ class Engine(ResponseGenerator):
     def _live(self) -> None:
         try:
             self._generate()
-        except Exception:
+        except BaseException:  # nothing is above a thread that never ends; clients are told by `generation_available`
             log.exception("the engine died")
         finally:
             self.loaded.set()
@@ -169,7 +169,9 @@ class Engine(ResponseGenerator):
     def _generate(self) -> None:
         try:
             self._load()
-        except Exception as error:
+        except (
+            BaseException
+        ) as error:  # raised again by the thread that waits for `loaded`; a checkpoint's code may exit
             self.load_error = error
             self.loaded.set()
             return
@@ -255,7 +257,11 @@ class Engine(ResponseGenerator):
             log.exception("a batch of %d failed (%s); requests run one by one from now on", len(batch.jobs), error)
             self.provider.one_by_one = "a batch failed"
             self._leave_batch()
-            self.waiting.extendleft(reversed(batch.jobs.values()))
+            for job in reversed(batch.jobs.values()):
+                if job.done:  # its last piece is out
+                    self._end(job, "ok")
+                else:
+                    self.waiting.appendleft(job)
             return
         if batch.lone_steps < LONE_STEPS:
             self.company_until = time.monotonic() + COMPANY_SECONDS
@@ -303,9 +309,9 @@ class Engine(ResponseGenerator):
     def _join(self, job: Job, start: Hit | None = None) -> None:
         if job.scored or not job.args.max_tokens:
             return self._score(job)
-        if self.batch is None:
-            self.batch = Batch(self.provider, self.store, self.stream)
         try:
+            if self.batch is None:
+                self.batch = Batch(self.provider, self.store, self.stream)
             self.batch.add(job, start)
         except Exception as error:
             self._fail(job, error)
@@ -319,6 +325,7 @@ class Engine(ResponseGenerator):
     def _fail(self, job: Job, error: Exception) -> None:
         """End one job with an error; the user's mistakes are told, ours are logged."""
         if isinstance(error, DFlashError):
+            log.info("a request can't be done", exc_info=error)
             job.send(ApiError(400, str(error)))
         else:
             log.exception("a request failed", exc_info=error)
