@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import signal
 import threading
@@ -28,6 +29,13 @@ from dflash_mlx.target.intercept import intercept
 PROMPT = [(7 * i + 3) % 250 for i in range(11)]
 
 
+@functools.cache
+def text(family):
+    """A model and the 40 tokens that it says to the prompt."""
+    model = make_target() if family == "qwen3" else make_hybrid(family)
+    return model, plain_tokens(model, PROMPT, 40)
+
+
 def decode(model, prompt, draft, n=30, **options):
     stats = GenerationStats()
     return [t.id for t in _tokens(prompt, model, draft, stats, max_tokens=n, **options)], stats
@@ -50,9 +58,7 @@ def test_a_quantised_cache_is_the_callers_own(drafted):
 @pytest.mark.parametrize("emitted", [1, 4, 9])
 @pytest.mark.parametrize("where", ["sync", "layer", "draft"])
 def test_an_interrupt_anywhere_leaves_the_caches_at_what_was_handed_out(monkeypatch, family, emitted, where):
-    model = make_target() if family == "qwen3" else make_hybrid(family)
-    draft = make_draft()
-    truth = plain_tokens(model, PROMPT, 40)
+    (model, truth), draft = text(family), make_draft()
     cache = make_prompt_cache(model) + draft.make_cache()
     steps = generate_step(PROMPT, model, draft, max_tokens=40, prompt_cache=cache)
     assert [next(steps)[0] for _ in range(emitted)] == truth[:emitted]
@@ -310,8 +316,8 @@ def interrupted_once(patch, owner, name):
 @pytest.mark.parametrize("where", ["sync", "layer"])
 def test_an_interrupt_without_a_draft(monkeypatch, family, where):
     """The next step is queued ahead, so one token has to be taken back."""
-    model = make_target() if family == "qwen3" else make_hybrid(family)
-    truth, cache = plain_tokens(model, PROMPT, 30), make_prompt_cache(model)
+    model, truth = text(family)
+    cache = make_prompt_cache(model)
     steps = generate_step(PROMPT, model, max_tokens=30, prompt_cache=cache)
     assert [next(steps)[0] for _ in range(5)] == truth[:5]
     with monkeypatch.context() as patch:
@@ -340,9 +346,7 @@ def test_a_wrapped_window_that_can_not_be_taken_back_is_said(monkeypatch):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
 @pytest.mark.parametrize("drafted", [True, False])
 def test_an_interrupt_while_the_last_token_is_fed(monkeypatch, family, drafted):
-    model = make_target() if family == "qwen3" else make_hybrid(family)
-    draft = make_draft() if drafted else None
-    truth = plain_tokens(model, PROMPT, 25)
+    (model, truth), draft = text(family), make_draft() if drafted else None
     cache = make_prompt_cache(model) + (draft.make_cache() if drafted else [])
     steps = generate_step(PROMPT, model, draft, max_tokens=9, prompt_cache=cache)
     assert [next(steps)[0] for _ in range(8)] == truth[:8]

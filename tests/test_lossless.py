@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import mlx.core as mx
@@ -27,6 +28,14 @@ def prompt_of(n: int) -> list[int]:
     return [(7 * i + 3) % 250 for i in range(n)]
 
 
+@functools.cache
+def text(family, length, dtype=mx.float32, seed=0):
+    """A model, a prompt and the 60 tokens that it says to it."""
+    model = make_hybrid(family) if family in ("qwen3_5", "gpt_oss") else make_target(family, dtype, seed)
+    prompt = prompt_of(length)
+    return model, prompt, plain_tokens(model, prompt, N)
+
+
 def decode(model, prompt, draft, n=N, **options) -> tuple[list[int], GenerationStats]:
     stats = GenerationStats()
     tokens = [t.id for t in _tokens(mx.array(prompt), model, draft, stats, max_tokens=n, **options)]
@@ -48,8 +57,7 @@ def decode(model, prompt, draft, n=N, **options) -> tuple[list[int], GenerationS
     ],
 )
 def test_every_acceptance_pattern_gives_the_tokens_of_plain_decoding(family, dtype, length):
-    model, prompt = make_target(family, dtype), prompt_of(length)
-    truth = plain_tokens(model, prompt, N)
+    model, prompt, truth = text(family, length, dtype)
     for block in (2, 5, 8, 16):
         draft = ScriptedDrafter([*prompt, *truth], lambda i, block=block: i % block, block)
         tokens, stats = decode(model, prompt, draft)
@@ -61,11 +69,10 @@ def test_every_acceptance_pattern_gives_the_tokens_of_plain_decoding(family, dty
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pattern=st.lists(st.integers(0, 15), min_size=1, max_size=12), block=st.integers(2, 16), seed=st.integers(0, 3))
 def test_random_acceptance_patterns(pattern, block, seed):
-    model, prompt = make_target("qwen3", seed=seed), prompt_of(9)
-    truth = plain_tokens(model, prompt, 40)
+    model, prompt, truth = text("qwen3", 9, seed=seed)
     draft = ScriptedDrafter([*prompt, *truth], lambda i: pattern[i % len(pattern)], block)
     tokens, stats = decode(model, prompt, draft, 40)
-    assert tokens == truth
+    assert tokens == truth[:40]
     assert len(tokens) == 1 + sum(stats.accepted) + stats.bonus
 
 
@@ -142,15 +149,14 @@ def test_an_identical_run_is_reported_as_identical():
 @pytest.mark.parametrize("right", [0, 7])
 @pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 26])
 def test_max_tokens_is_exact_and_the_cache_holds_prompt_and_tokens(limit, right):
-    model, prompt = make_target("qwen3"), prompt_of(11)
-    truth = plain_tokens(model, prompt, limit + 12)
+    model, prompt, truth = text("qwen3", 11)
     cache = make_prompt_cache(model)
     draft = ScriptedDrafter([*prompt, *truth], lambda i: right)
     tokens, _ = decode(model, prompt, draft, limit, prompt_cache=cache)
     assert tokens == truth[:limit]
     assert {c.offset for c in cache} == {len(prompt) + limit}
     more, _ = decode(model, truth[limit : limit + 1], None, 11, prompt_cache=cache)
-    assert more == truth[limit + 1 :], "what follows must be as if it had never stopped"
+    assert more == truth[limit + 1 : limit + 12], "what follows must be as if it had never stopped"
 
 
 def test_the_cache_after_a_run_equals_one_that_saw_only_the_tokens():
@@ -166,19 +172,18 @@ def test_the_cache_after_a_run_equals_one_that_saw_only_the_tokens():
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 5, 8, 9, 20])
-@pytest.mark.parametrize("right", [0, 3, 7])
-def test_closing_early_leaves_both_caches_at_what_was_taken(stop_after, right):
-    model, draft, prompt = make_target("qwen3"), make_draft(), prompt_of(11)
-    truth = plain_tokens(model, prompt, 40)
-    for drafter in (ScriptedDrafter([*prompt, *truth], lambda i: right), draft, None):
-        cache = make_prompt_cache(model) + (draft.make_cache() if drafter is draft else [])
-        steps = generate_step(prompt, model, drafter, max_tokens=40, prompt_cache=cache)
-        taken = [next(steps)[0] for _ in range(stop_after)]
-        steps.close()
-        assert taken == truth[:stop_after]
-        assert {c.offset for c in cache} == {len(prompt) + stop_after}
-        rest, _ = decode(model, truth[stop_after : stop_after + 1], drafter, 15, prompt_cache=cache)
-        assert rest == truth[stop_after + 1 : stop_after + 16]
+@pytest.mark.parametrize("kind", [0, 3, 7, "real", "none"])  # a number: so many of each block are right
+def test_closing_early_leaves_both_caches_at_what_was_taken(stop_after, kind):
+    model, prompt, truth = text("qwen3", 11)
+    draft = {"real": make_draft(), "none": None}.get(kind, ScriptedDrafter([*prompt, *truth], lambda i: kind))
+    cache = make_prompt_cache(model) + (draft.make_cache() if kind == "real" else [])
+    steps = generate_step(prompt, model, draft, max_tokens=40, prompt_cache=cache)
+    taken = [next(steps)[0] for _ in range(stop_after)]
+    steps.close()
+    assert taken == truth[:stop_after]
+    assert {c.offset for c in cache} == {len(prompt) + stop_after}
+    rest, _ = decode(model, truth[stop_after : stop_after + 1], draft, 15, prompt_cache=cache)
+    assert rest == truth[stop_after + 1 : stop_after + 16]
 
 
 def test_a_second_turn_keeps_the_draft_context_equal_to_a_cold_start():
@@ -238,12 +243,10 @@ def test_a_generator_may_be_finished_in_another_thread():
 )
 def test_in_another_thread_the_kept_cache_is_settled_too(family, end, options):
     """Whatever no token depends on is computed before the tokens are out, or only the first thread could do it."""
-    model = make_target("qwen3") if family == "qwen3" else make_hybrid(family)
-    draft, prompt = make_draft(), prompt_of(9)
+    model, prompt, truth = text(family, 9)
+    draft = make_draft()
     if "temp" in options:
         truth = [t for t, *_ in generate_step(prompt, model, max_tokens=20, temp=options["temp"], seed=options["seed"])]
-    else:
-        truth = plain_tokens(model, prompt, 20)
     cache = [*make_prompt_cache(model), *draft.make_cache()]
     steps = generate_step(prompt, model, draft, max_tokens=12, prompt_cache=cache, **options)
     tokens, errors = [next(steps)[0] for _ in range(5)], []

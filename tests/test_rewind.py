@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import (
@@ -25,6 +27,18 @@ from dflash_mlx.target import Rewinder, Target
 
 def prompt_of(n: int) -> list[int]:
     return [(7 * i + 3) % 250 for i in range(n)]
+
+
+@functools.cache
+def model_of(family):
+    return make_target() if family == "qwen3" else make_hybrid(family)
+
+
+@functools.cache
+def text(family, length):
+    """A model, a prompt and the 40 tokens that it says to it."""
+    model, prompt = model_of(family), prompt_of(length)
+    return model, prompt, plain_tokens(model, prompt, 40)
 
 
 def decode(model, prompt, draft, n=40, **options):
@@ -56,7 +70,7 @@ def same_state(ours, theirs, tolerance=1e-4) -> None:
 @pytest.mark.parametrize("length", [3, 20, 30])
 def test_every_cut_of_a_block(family, length):
     """Feed a block of 8, keep n = 0..8, then go on as if only n had been fed."""
-    model = make_hybrid(family)
+    model = model_of(family)
     target, ids = Target(model), prompt_of(length + 40)
     for keep in range(9):
         caches = make_prompt_cache(model)
@@ -77,10 +91,9 @@ def test_every_cut_of_a_block(family, length):
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-@pytest.mark.parametrize("length", [1, 8, 18, 22, 23, 24, 25, 30, 60])
+@pytest.mark.parametrize("length", [1, 18, 23, 24, 25, 60])
 def test_tokens_across_the_window(family, length):
-    model, prompt = make_hybrid(family), prompt_of(length)
-    truth = plain_tokens(model, prompt, 40)
+    model, prompt, truth = text(family, length)
     for block in (2, 5, 8):
         draft = ScriptedDrafter([*prompt, *truth], lambda i, block=block: i % block, block)
         tokens, stats = decode(model, prompt, draft)
@@ -94,42 +107,40 @@ def test_tokens_across_the_window(family, length):
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-@pytest.mark.parametrize("right", [0, 3, 7])
+@pytest.mark.parametrize("kind", [0, 3, 7, "real", "none"])  # a number: so many of each block are right
 @pytest.mark.parametrize("stop_after", [1, 2, 4, 5, 8, 9, 13])
-def test_closing_early_goes_back_across_two_rounds(family, right, stop_after):
+def test_closing_early_goes_back_across_two_rounds(family, kind, stop_after):
     """The next round is queued before the tokens of the last are handed out, so both may have to be undone."""
-    model, prompt = make_hybrid(family), prompt_of(21)
-    truth = plain_tokens(model, prompt, 40)
-    for draft in (ScriptedDrafter([*prompt, *truth], lambda i: right), make_draft(), None):
-        cache = make_prompt_cache(model)
-        steps = generate_step(prompt, model, draft, max_tokens=40, prompt_cache=cache)
-        assert [next(steps)[0] for _ in range(stop_after)] == truth[:stop_after]
-        steps.close()
-        clean = make_prompt_cache(model)
-        Target(model).forward(mx.array([[*prompt, *truth[:stop_after]]]), clean)
-        same_state(cache, clean)
-        rest, _ = decode(model, truth[stop_after : stop_after + 1], draft, 15, prompt_cache=cache)
-        assert rest == truth[stop_after + 1 : stop_after + 16]
+    model, prompt, truth = text(family, 21)
+    draft = {"real": make_draft(), "none": None}.get(kind, ScriptedDrafter([*prompt, *truth], lambda i: kind))
+    cache = make_prompt_cache(model)
+    steps = generate_step(prompt, model, draft, max_tokens=40, prompt_cache=cache)
+    assert [next(steps)[0] for _ in range(stop_after)] == truth[:stop_after]
+    steps.close()
+    clean = make_prompt_cache(model)
+    Target(model).forward(mx.array([[*prompt, *truth[:stop_after]]]), clean)
+    same_state(cache, clean)
+    rest, _ = decode(model, truth[stop_after : stop_after + 1], draft, 15, prompt_cache=cache)
+    assert rest == truth[stop_after + 1 : stop_after + 16]
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
 @pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 26])
 @pytest.mark.parametrize("right", [0, 7])
 def test_a_length_stop_leaves_the_cache_at_prompt_and_tokens(family, limit, right):
-    model, prompt = make_hybrid(family), prompt_of(21)
-    truth = plain_tokens(model, prompt, limit + 12)
+    model, prompt, truth = text(family, 21)
     cache = make_prompt_cache(model)
     tokens, _ = decode(model, prompt, ScriptedDrafter([*prompt, *truth], lambda i: right), limit, prompt_cache=cache)
     assert tokens == truth[:limit]
-    assert decode(model, truth[limit : limit + 1], None, 11, prompt_cache=cache)[0] == truth[limit + 1 :]
+    assert decode(model, truth[limit : limit + 1], None, 11, prompt_cache=cache)[0] == truth[limit + 1 : limit + 12]
 
 
-@pytest.mark.parametrize("length", [1, 10, 15, 16, 17, 30, 70])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 70])
 def test_a_cache_that_pins_its_first_tokens(length):
     """`max_kv_size` keeps 4 tokens for ever; mlx-lm's own mask for several rows is wrong there."""
-    model, prompt = make_target(), prompt_of(length)
+    model, prompt, whole = text("qwen3", length)
     truth = plain_tokens(model, prompt, 40, max_kv_size=16)
-    assert length + 40 < 16 or truth != plain_tokens(model, prompt, 40), "the window must matter"
+    assert truth != whole, "the window must matter"
     for block in (2, 5, 8):
         draft = ScriptedDrafter([*prompt, *truth], lambda i, block=block: i % block, block)
         tokens, stats = decode(model, prompt, draft, max_kv_size=16)
@@ -220,22 +231,21 @@ def test_interleaved_generators_on_a_hybrid():
 
 
 def test_a_hybrid_grows_by_its_own_rows_only():
-    """2,000 tokens: recurrent state and its copies do not add up."""
+    """Over 400 tokens recurrent state and its copies do not add up."""
     model, draft = make_hybrid("qwen3_5"), make_draft()
     base, per_token = {}, 2 * 2 * 16 * 4 + 2 * 2 * 2 * 16 * 4  # one attention layer here, two in the draft
-    for i, _ in enumerate(generate_step(prompt_of(8), model, draft, max_tokens=2000), 1):
-        if i in (400, 2000):
+    for i, _ in enumerate(generate_step(prompt_of(8), model, draft, max_tokens=500), 1):
+        if i in (100, 500):
             base[i] = mx.get_active_memory()
-    assert base[2000] - base[400] < 1.5 * 1600 * per_token + 300_000
+    assert base[500] - base[100] < 1.5 * 400 * per_token + 300_000
 
 
 @pytest.mark.parametrize("family", ["qwen3", *HYBRIDS])
 @pytest.mark.parametrize("right", [0, 2, 4, 7])
 def test_an_end_token_anywhere_in_a_partly_accepted_block(family, right):
     """The block is cut twice: what was rejected, then what was accepted behind the end token."""
-    model, prompt = make_target() if family == "qwen3" else make_hybrid(family), prompt_of(21)
-    truth = plain_tokens(model, prompt, 40)
-    for place in range(1, 18):
+    model, prompt, truth = text(family, 21)
+    for place in range(1, 2 * (right + 1) + 2):  # in the first two rounds, and right behind
         end = truth[place]
         n = truth.index(end) + 1
         cache = make_prompt_cache(model)

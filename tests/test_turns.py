@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, make_prompt_cache
@@ -15,8 +17,14 @@ from dflash_mlx.prompt_cache import can_be_cut
 FAMILIES = ["qwen3", *HYBRIDS]
 
 
+@functools.cache
 def model_of(family):
     return make_target() if family == "qwen3" else make_hybrid(family)
+
+
+@functools.cache
+def cold(family, ids):
+    return plain_tokens(model_of(family), ids, 14)
 
 
 def turn(cache, model, draft, ids, n=14):
@@ -34,14 +42,10 @@ def test_three_turns_of_every_kind_equal_cold_runs(family, drafted):
     model = model_of(family)
     draft = make_draft() if drafted else None
     first = [(7 * i + 3) % 250 for i in range(15)]
-
-    def cold(ids):
-        return plain_tokens(model, ids, 14)
-
     for kind in ("extension", "edited", "strict prefix", "same again", "reasoning removed"):
         cache = PromptCache(model, draft)
         tokens, hit, _ = turn(cache, model, draft, first)
-        assert (tokens, hit) == (cold(first), 0)
+        assert (tokens, hit) == (cold(family, tuple(first)), 0)
         second = {
             "extension": [*first, *tokens, 5, 6, 7],
             "edited": [*first[:9], 99, *first[10:], *tokens, 5],
@@ -50,7 +54,7 @@ def test_three_turns_of_every_kind_equal_cold_runs(family, drafted):
             "reasoning removed": [*first, *tokens[6:], 5, 6],
         }[kind]
         tokens, hit, _ = turn(cache, model, draft, second)
-        assert tokens == cold(second)
+        assert tokens == cold(family, tuple(second))
         if kind == "extension":
             assert hit == 29, "an exact extension hits on every family"
         if family == "qwen3":
@@ -58,7 +62,7 @@ def test_three_turns_of_every_kind_equal_cold_runs(family, drafted):
             assert hit > 0
         third = [*second, *tokens, 9]
         tokens, hit, _ = turn(cache, model, draft, third)
-        assert tokens == cold(third)
+        assert tokens == cold(family, tuple(third))
         assert hit == len(third) - 1
 
 
