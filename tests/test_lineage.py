@@ -112,7 +112,7 @@ def test_the_card_comes_before_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [b"{", b"[]", b'{"_name_or_path": 3}', b"\xff\xfe", b'{"_name_or_path": ""}'])
 def test_broken_card_and_config_say_nothing(tmp_path: Path, config: bytes) -> None:
     (tmp_path / "config.json").write_bytes(config)
-    for card in (b"\xff\xfe---\n", b"---\nx: " + b"[" * 5000 + b"\n---\n", b'---\nbase_model: "a\\e/b"\n---\n'):
+    for card in (b"\xff\xfe---\n", b"---\nx: " + b"[" * 1000 + b"\n---\n", b'---\nbase_model: "a\\e/b"\n---\n'):
         (tmp_path / "README.md").write_bytes(card)
         assert bases_of(Ancestor("me/mine", False), tmp_path) == []
 
