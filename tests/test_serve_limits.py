@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+from types import SimpleNamespace
 
 import pytest
 from mlx_lm.server import CompletionRequest
@@ -198,6 +199,7 @@ def test_the_key_is_asked_for_everywhere_but_at_health(locked):
     assert refused(locked, {"messages": MESSAGES}, 401)["code"] == "invalid_api_key"
     assert locked.request("GET", "/health")[0] == 200
     assert locked.request("GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}"})[0] == 200
+    assert locked.request("GET", "/v1/models", headers={"Authorization": f"bearer  {KEY}"})[0] == 200
     assert locked.request("GET", "/v1/models", headers={"x-api-key": KEY})[0] == 200
     body = {"messages": MESSAGES, "max_tokens": 2}
     assert locked.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {KEY}"})[0] == 200
@@ -255,6 +257,24 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(monkeypatch):
         reader.readinto(buffer)
     ours.close()
     theirs.close()
+
+
+def test_what_a_refused_client_still_sends_is_read_within_bounds(monkeypatch):
+    """In time and in bytes, however fast it sends."""
+    for room, seconds, reads in ((3 << 16, 1e9, 3), (1 << 40, 5, 5)):
+        now, read = [0.0], []
+
+        def receive(size, now=now, read=read):
+            now[0] += 1
+            read.append(size)
+            assert len(read) < 9
+            return bytes(size)
+
+        monkeypatch.setattr(limits, "LINGER_BYTES", room)
+        monkeypatch.setattr(limits, "LINGER_SECONDS", seconds)
+        monkeypatch.setattr(limits.time, "monotonic", lambda now=now: now[0])
+        limits.linger(SimpleNamespace(shutdown=lambda how: None, settimeout=lambda left: None, recv=receive))
+        assert len(read) == reads
 
 
 def test_a_client_that_left_is_seen_behind_what_it_sent():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from serving import ServerProcess
 from tiny import make_hybrid, make_target
 
@@ -18,7 +18,7 @@ from dflash_mlx.cli import make_parser
 from dflash_mlx.serve import scoring
 from dflash_mlx.serve.completion import Completion
 from dflash_mlx.serve.fields import UNLIMITED
-from dflash_mlx.serve.job import Scores
+from dflash_mlx.serve.job import Piece, Scores
 from dflash_mlx.serve.logprobs import TextLogprobs
 from dflash_mlx.serve.token_text import TokenText
 from dflash_mlx.serve.unknown_fields import UnknownFields
@@ -229,6 +229,7 @@ def test_scores_are_those_of_mlx_lm_in_chunks_of_any_size(monkeypatch, family, k
             assert got == pytest.approx(expected[np.arange(60), prompt[1:]].tolist(), abs=2e-4)
         assert [[token for token, _ in top] for top in best] == np.argsort(-expected, axis=-1)[:, :2].tolist()
     assert hit.held == 60
+    assert any(isinstance(cache, QuantizedKVCache) for cache in hit.target) == bool(kv_bits)
     caches = make_prompt_cache(model)
     if kv_bits is None:
         model(mx.array([prompt[:-1]]), cache=caches)
@@ -236,21 +237,29 @@ def test_scores_are_those_of_mlx_lm_in_chunks_of_any_size(monkeypatch, family, k
         assert mx.abs(model(token, cache=hit.target) - model(token, cache=caches)).max().item() < 2e-4
 
 
+class Tokenizer:
+    names = ("<s>", "a", " b", "c", "a")
+
+    def decode(self, ids):
+        return "".join(self.names[i] for i in ids)
+
+    def encode(self, text, add_special_tokens):
+        return [1]
+
+    def convert_ids_to_tokens(self, token):
+        return self.names[token]
+
+
+def test_of_tokens_that_are_spelled_alike_the_likelier_is_told():
+    columns = TextLogprobs(TokenText(Tokenizer()))
+    columns.add(Piece("a", 4, None, -2.0, ((1, -1.0), (4, -2.0), (3, -3.0))))
+    taken = columns.take()
+    assert taken["top_logprobs"] == [{"a": -1.0, "c": -3.0}]
+    assert taken["token_logprobs"] == [-2.0], "its own all the same"
+
+
 def test_offsets_leave_out_a_mark_in_front_of_the_text():
     """Llama's tokenizers put a BOS there, which is scored and not shown."""
-
-    class Tokenizer:
-        names = ("<s>", "a", " b", "c")
-
-        def decode(self, ids):
-            return "".join(self.names[i] for i in ids)
-
-        def encode(self, text, add_special_tokens):
-            return [1]
-
-        def convert_ids_to_tokens(self, token):
-            return self.names[token]
-
     columns = TextLogprobs(TokenText(Tokenizer()))
     columns.add_prompt([0, 1, 2, 3], [Scores((-1.0, -2.0), ((), ())), Scores((-3.0,), ((),))], "a bc")
     taken = columns.take()

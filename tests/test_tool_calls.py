@@ -22,6 +22,7 @@ from dflash_mlx.serve.dialect import FieldError, results_in_order, whole
 from dflash_mlx.serve.errors import ApiError
 from dflash_mlx.serve.fields import checked
 from dflash_mlx.serve.job import Piece
+from dflash_mlx.serve.logprobs import NoLogprobs
 from dflash_mlx.serve.tokens import Front, takes_tools, tokenized
 from dflash_mlx.serve.unknown_fields import UnknownFields
 
@@ -269,6 +270,23 @@ def test_a_schema_that_says_little_does_not_lose_the_call():
     ):
         (call,) = read(name, written(name, body))[1]
         assert json.loads(call["function"]["arguments"]) == {"a": 1}
+
+
+def test_a_tool_that_is_offered_may_have_any_name():
+    said = written("json_tools", '{"name": "look up"}')
+    assert read("json_tools", said) == (said, [])
+    (call,) = read("json_tools", said, tools=[{"type": "function", "function": {"name": "look up"}}])[1]
+    assert call["function"]["name"] == "look up"
+
+
+def test_a_stop_string_behind_a_call_is_not_why_the_answer_ends():
+    job = SimpleNamespace(stopping=SimpleNamespace(found="\n"))
+    for said, reason in ((BODIES["json_tools"], "tool_calls"), ("", "stop")):
+        choice = Choice(0, job, Answer(tokenizer("json_tools"), "normal", TOOLS, streaming=False), NoLogprobs())
+        list(choice.add(Piece(written("json_tools", said) if said else "Hm.", 0, "stop")))
+        assert (choice.whole()["finish_reason"], choice.whole().get("stop_reason")) == (
+            reason, "\n" if reason == "stop" else None,
+        )  # fmt: skip
 
 
 def test_ids_of_the_model_are_kept_once():
