@@ -17,9 +17,9 @@ from dflash_mlx.target import Rewinder
 
 @pytest.mark.parametrize("family", interrupts.FAMILIES)
 def test_an_interrupt_at_any_place(family):
-    found, wrong = interrupts.strike(20, [family])
+    found, wrong = interrupts.strike(12, [family])
     assert not wrong
-    assert found[f"{family} held"] > 15
+    assert found[f"{family} held"] > 9
 
 
 class Odd(Exception):
