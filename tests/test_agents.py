@@ -7,9 +7,6 @@ import json
 import pytest
 from serving import ServerProcess, save_scripted_pair
 
-anthropic = pytest.importorskip("anthropic", reason="needs the anthropic client")
-openai = pytest.importorskip("openai", reason="needs the openai client")
-
 KEY = "sesame-open"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 ADD = {"name": "add", "description": "adds", "input_schema": SCHEMA}
@@ -28,12 +25,23 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def claude(server):
+def anthropic():
+    """Seconds to import, so by the tests that use it alone."""
+    return pytest.importorskip("anthropic", reason="needs the anthropic client")
+
+
+@pytest.fixture(scope="module")
+def openai():
+    return pytest.importorskip("openai", reason="needs the openai client")
+
+
+@pytest.fixture(scope="module")
+def claude(server, anthropic):
     return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
 
 
 @pytest.fixture(scope="module")
-def gpt(server):
+def gpt(server, openai):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
@@ -131,7 +139,7 @@ def test_tokens_are_counted_before_they_are_sent(claude):
         ({"max_tokens": 0}, "max_tokens"),
     ],
 )
-def test_what_a_message_cant_have_is_named_in_anthropics_shape(claude, fields, named):
+def test_what_a_message_cant_have_is_named_in_anthropics_shape(claude, fields, named, anthropic):
     with pytest.raises(anthropic.BadRequestError) as caught:
         claude.messages.create(**{**ASK, **fields})
     assert caught.value.body["type"] == "error"
@@ -139,7 +147,7 @@ def test_what_a_message_cant_have_is_named_in_anthropics_shape(claude, fields, n
     assert named in caught.value.body["error"]["message"]
 
 
-def test_keys_and_models_of_a_message(server, claude):
+def test_keys_and_models_of_a_message(server, claude, anthropic):
     bearer = anthropic.Anthropic(base_url=server.url, auth_token=KEY, api_key=None, max_retries=0)
     assert bearer.messages.create(**ASK).stop_reason
     wrong = anthropic.Anthropic(base_url=server.url, api_key="guess", max_retries=0)
@@ -214,7 +222,7 @@ def test_effort_none_switches_thinking_off(gpt):
         ({"extra_body": {"n": 2}}, "n"),
     ],
 )
-def test_what_a_response_cant_have_is_named(gpt, fields, param):
+def test_what_a_response_cant_have_is_named(gpt, fields, param, openai):
     with pytest.raises(openai.BadRequestError) as caught:
         gpt.responses.create(**{"model": "default_model", "input": "hi", **fields})
     assert caught.value.body["param"] == param

@@ -737,7 +737,7 @@ ENTRIES = st.fixed_dictionaries(
         "data_offsets": st.one_of(st.just([0, 256]), VALUES),
     },
 )
-FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def reset(pair: Pair, originals: Path) -> None:

@@ -27,10 +27,12 @@ def with_ends(tokenizer, *ends):
     return wrapped
 
 
-def scripted(model, tokenizer, right=15):
+@pytest.fixture(scope="module")
+def said(demo_pair):
+    """The prompt's ids and the 60 tokens that the target says to it."""
+    model, _, tokenizer = demo_pair
     ids = tokenizer.encode(PROMPT)
-    truth = plain_tokens(model, ids, 60)
-    return ids, truth, ScriptedDrafter([*ids, *truth], lambda i: right, 8, vocab=2048)
+    return ids, plain_tokens(model, ids, 60)
 
 
 def test_responses_equal_mlx_lms_field_by_field(demo_pair):
@@ -57,9 +59,10 @@ def test_responses_equal_mlx_lms_field_by_field(demo_pair):
 # The first end id at these places of the text; a block emits 8 tokens when all are accepted.
 @pytest.mark.parametrize("place", [0, 1, 7, 8, 9, 16])
 @pytest.mark.parametrize("right", [0, 15])
-def test_the_first_end_token_ends_everything(demo_pair, place, right):
+def test_the_first_end_token_ends_everything(demo_pair, said, place, right):
     model, _, tokenizer = demo_pair
-    ids, truth, draft = scripted(model, tokenizer, right)
+    ids, truth = said
+    draft = ScriptedDrafter([*ids, *truth], lambda i: right, 8, vocab=2048)
     end = truth[place]
     place = truth.index(end)
     cache = make_prompt_cache(model)
@@ -166,10 +169,10 @@ def test_a_draft_that_turns_non_finite_is_switched_off_with_one_warning(demo_pai
     assert dataclasses.asdict(out[-1].stats)["draft_used"]
 
 
-def test_a_useless_draft_never_changes_the_text_and_is_not_remembered(demo_pair):
+def test_a_useless_draft_never_changes_the_text_and_is_not_remembered(demo_pair, said):
     """C23, the part about text and requests."""
     model, draft, tokenizer = demo_pair
-    ids, truth, _ = scripted(model, tokenizer)
+    ids, truth = said
     wrong = ScriptedDrafter([*ids, *truth], lambda i: 15 if i < 4 else 0, 8, vocab=2048)
     out = list(stream_generate(model, tokenizer, ids, 60, wrong))
     assert [r.token for r in out] == truth
