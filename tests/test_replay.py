@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 from tiny import make_hybrid
 
 from dflash_mlx import TargetError
@@ -42,3 +43,12 @@ def test_a_replay_that_leaves_another_state_refuses_the_family(monkeypatch):
     monkeypatch.setattr(check, "row_axes", lambda two, three: dict.fromkeys(row_axes(two, three), ()))  # all rows again
     with pytest.raises(TargetError, match="recurrent cache 0 holds something else after a replay"):
         Target(model).check()
+
+
+def test_an_argument_of_another_rank_has_no_axis_of_rows():
+    two, three = ([LayerCall(0, print, (mx.zeros(shape),), {})] for shape in ((1, 2), (1, 1, 3)))
+    assert row_axes(two, three) == {}
+
+
+def test_a_layer_that_is_given_nothing_like_an_embedding_has_no_factor():
+    assert check._scale(mx.ones((1, 2, 4)), [mx.ones((2, 4))], nn.Module()) == 1.0

@@ -23,6 +23,8 @@ from dflash_mlx import generate_step
 from dflash_mlx.decode import GenerationStats
 from dflash_mlx.generation import _tokens
 from dflash_mlx.target import Rewinder, Target
+from dflash_mlx.target.pinned import pin
+from dflash_mlx.target.undo import CanNotRewind, note
 
 
 def prompt_of(n: int) -> list[int]:
@@ -256,3 +258,54 @@ def test_an_end_token_anywhere_in_a_partly_accepted_block(family, right):
         clean = make_prompt_cache(model)
         Target(model).forward(mx.array([[*prompt, *tokens]]), clean)
         same_state(cache, clean)
+
+
+def rows_of(start: int, n: int) -> tuple[mx.array, mx.array]:
+    """Keys and values `[1, 1, n, 4]` that tell the rows apart."""
+    keys = mx.broadcast_to(mx.arange(start, start + n, dtype=mx.float32)[:, None], (1, 1, n, 4)) + 0.0
+    return keys, -keys
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("fed", [(5,), (5, 1), (12,), (12, 1), (8, 1, 1), (8, *[1] * 6), (8, *[1] * 7), (3, 4, 9, 1)])
+@pytest.mark.parametrize(
+    "make",
+    [KVCache, ConcatenateKVCache, lambda: RotatingKVCache(max_size=8), lambda: RotatingKVCache(max_size=8, keep=2)],
+)
+def test_an_append_that_is_undone_leaves_no_row(make, fed, width):
+    """Whatever was appended before, wide or by one, the next append finds what it would have found."""
+    undone, clean = make(), make()
+    for cache in (undone, clean):
+        at = 0
+        for n in fed:
+            cache.update_and_fetch(*rows_of(at, n))
+            at += n
+    undo = note(undone, width)
+    undone.update_and_fetch(*rows_of(100, width))
+    undo()
+    same_state([undone], [clean])
+    for n in (1, 1, 3):
+        found = [cache.update_and_fetch(*rows_of(at, n)) for cache in (undone, clean)]
+        assert all(mx.array_equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+        at += n
+
+
+def test_a_restore_ends_the_masks_of_a_verify_that_was_broken_off():
+    cache = RotatingKVCache(max_size=8, keep=2)
+    rewinder = Rewinder([cache], [])
+    rewinder.mark(0, 3)
+    pin([cache])
+    assert "make_mask" in vars(cache)
+    assert rewinder.restore(0) == 0
+    assert "make_mask" not in vars(cache)
+
+
+def test_a_round_that_touched_nothing_needs_no_way_back():
+    cache = RotatingKVCache(max_size=8)
+    cache.update_and_fetch(*rows_of(0, 8))
+    rewinder = Rewinder([cache], [])
+    mark = rewinder.mark(8, 1, plain=True)
+    with pytest.raises(CanNotRewind):
+        rewinder.restore(8)
+    mark.idle = True
+    assert rewinder.restore(8) == 8
