@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from dflash_mlx.draft.config import READ_HERE_ONLY, DraftConfig
-from dflash_mlx.draft.headers import TOKENIZER_FILES, read_headers, regular_files
+from dflash_mlx.draft.folder import TOKENIZER_FILES, regular_files
+from dflash_mlx.draft.readers import read_headers
 from dflash_mlx.draft.recipes import canonical_name
 from dflash_mlx.draft.weights import (
     MODES,

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from dflash_mlx import demo, registry
 from dflash_mlx.draft.fields import brief
-from dflash_mlx.draft.headers import refuse_irregular
+from dflash_mlx.draft.folder import refuse_irregular
 from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.lineage import front_matter
 from dflash_mlx.loading import LICENCE_FILES, SUBFOLDER

@@ -17,7 +17,7 @@ from .errors import DFlashError
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-    from .draft.headers import TensorInfo
+    from .draft.tensor_info import TensorInfo
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ def remote_headers(
 
     Raises as `fetch`.
     """
-    from .draft.headers import TensorInfo
+    from .draft.tensor_info import TensorInfo
 
     def read() -> dict[str, TensorInfo]:
         from huggingface_hub import HfApi

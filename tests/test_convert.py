@@ -23,7 +23,7 @@ from tiny import draft_config, make_draft, save_draft, save_target
 
 from dflash_mlx import DFlashError, DraftError, convert_draft, demo, inspect_draft, load_draft
 from dflash_mlx.draft import DraftConfig
-from dflash_mlx.draft.headers import read_headers
+from dflash_mlx.draft.readers import read_headers
 from dflash_mlx.draft.weights import MODES, expected_shapes
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}

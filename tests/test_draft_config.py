@@ -13,7 +13,7 @@ from tiny import draft_config, make_draft, save_draft
 
 from dflash_mlx import DraftError
 from dflash_mlx.draft import DFlashDraftModel, DraftConfig, build_target_layer_ids, extract_context_feature
-from dflash_mlx.draft.headers import read_headers
+from dflash_mlx.draft.readers import read_headers
 from dflash_mlx.draft.reading import HEAD_DIMS
 from dflash_mlx.fit import TargetFacts, check_fit
 

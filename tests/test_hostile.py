@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from tiny import draft_config, make_draft, save_draft
 
 from dflash_mlx import DraftError, convert_draft, inspect_draft, load_draft
-from dflash_mlx.draft.headers import MAX_HEADER, MAX_TENSORS, TensorInfo, file_headers, load_file, read_headers
+from dflash_mlx.draft.folder import MAX_HEADER
+from dflash_mlx.draft.readers import file_headers, load_file, read_headers
+from dflash_mlx.draft.tensor_info import MAX_TENSORS, TensorInfo
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

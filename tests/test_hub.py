@@ -15,7 +15,7 @@ import pytest
 from fake_hub import FakeHub
 
 from dflash_mlx import demo, hub
-from dflash_mlx.draft.headers import read_headers
+from dflash_mlx.draft.readers import read_headers
 from dflash_mlx.errors import DFlashError
 
 OLD, NEW = "0" * 39 + "a", "1" * 39 + "b"

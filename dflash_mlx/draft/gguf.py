@@ -18,9 +18,11 @@ import mlx.core as mx
 
 from ..errors import DraftError
 from .fields import MAX_SIZE, brief
+from .folder import regular_files
 from .gguf_file import GgufFile, Tensor, read
-from .headers import FLOATS, TensorInfo, regular_files
+from .tensor_info import FLOATS, TensorInfo
 
+SUFFIXES = (".gguf",)
 ARCHITECTURE = "dflash"
 F32 = 0  # as ggml numbers its types
 FORKS = {
@@ -99,6 +101,11 @@ def find(folder: Path) -> Path | None:
     if len(files) > 1:
         raise DraftError(f"{folder}: {len(files)} GGUF files ({brief([f.name for f in files])}); keep one in a folder")
     return files[0] if files else None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The one GGUF file of a folder, in a list; none where there is none."""
+    return [file] if (file := find(folder)) else []
 
 
 def config(path: Path) -> dict[str, Any]:

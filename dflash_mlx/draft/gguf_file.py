@@ -21,7 +21,7 @@ import numpy as np
 
 from ..errors import DraftError
 from .fields import MAX_SIZE, brief
-from .headers import MAX_DIMENSIONS, MAX_TENSORS, refuse_name
+from .tensor_info import MAX_DIMENSIONS, MAX_TENSORS, refuse_name
 
 # Types of metadata values as `struct` spells them; 8 is text, 9 a list.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -18,9 +18,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import DraftError
-from .headers import FLOATS, TensorInfo
-from .recipes import Recipe
+from .recipe import Recipe
 from .schemes import UNREAD, Group, block, groups, refuse_scheme
+from .tensor_info import FLOATS, TensorInfo
 
 Arrays = Mapping[str, mx.array]
 

@@ -1,65 +1,24 @@
 """How each tensor of a draft comes from the tensors of its files, known from their headers alone.
 
-Every published layout stores the same draft under other names, fused, offset or packed otherwise. A recipe says how one
-canonical tensor is made; it runs when the tensor is wanted, so whatever loads also converts, a file at a time. Knows
-names, shapes and the draft's config; knows no file format.
+Every published layout stores the same draft under other names, fused, offset or packed otherwise. Here each
+canonical tensor gets its recipe. Knows names, shapes and the draft's config; knows no file format.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 
 from ..errors import DraftError
-from . import schemes
+from . import packed, schemes
 from .config import PER_ELEMENT, PER_HEAD, DraftConfig
-from .headers import ITEM_BYTES, TensorInfo
-
-Make = Callable[[Sequence[mx.array]], mx.array]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How one tensor is made.
-
-    Attributes:
-        dtype: of the result, as safetensors spells it. shape: of the result.
-        sources: names of the tensors in the files that it is made of. make: their arrays, in that order, to the result.
-        file: where the first source lies, for errors.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    sources: tuple[str, ...]
-    make: Make
-    file: Path = Path()
-
-    @classmethod
-    def stored(cls, name: str, info: TensorInfo) -> Recipe:
-        """The tensor as it lies in its file."""
-        return cls(info.dtype, info.shape, (name,), lambda arrays: arrays[0], info.file)
-
-    def then(self, change: Callable[[mx.array], mx.array], shape: tuple[int, ...] | None = None) -> Recipe:
-        """The same with one more step; `shape` if that changes it."""
-        make = self.make
-        return replace(self, shape=shape or self.shape, make=lambda arrays: change(make(arrays)))
-
-    def rows(self, start: int, stop: int) -> Recipe:
-        """Rows `start` to `stop` of the result."""
-        return self.then(lambda array: array[start:stop], (stop - start, *self.shape[1:]))
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES.get(self.dtype, 0)
-
-
-Recipes = dict[str, Recipe]
+from .recipe import Recipe, Recipes
+from .tensor_info import TensorInfo
 
 # Names of other layouts -> z-lab's, one after the other. What they have in common is the tensor, not the spelling.
 RENAMES = tuple(
@@ -122,8 +81,6 @@ def dequantising(tensors: Mapping[str, TensorInfo], config: DraftConfig) -> Reci
 
     Raises `DraftError` for a scheme that is not read.
     """
-    from . import packed
-
     found = packed.recipes(tensors, config.quantization)
     parts = {source for recipe in found.values() for source in recipe.sources}
     return {name: Recipe.stored(name, info) for name, info in tensors.items() if name not in parts} | found

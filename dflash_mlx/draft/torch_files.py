@@ -19,7 +19,8 @@ import mlx.core as mx
 
 from ..errors import DraftError
 from .fields import MAX_SIZE, brief
-from .headers import MAX_DIMENSIONS, MAX_TENSORS, TensorInfo, indexed_files, refuse_name, refuse_outside, regular_files
+from .folder import indexed_files, refuse_outside, regular_files
+from .tensor_info import MAX_DIMENSIONS, MAX_TENSORS, TensorInfo, refuse_name
 
 SUFFIXES = (".bin", ".pt", ".pth")
 INDEX = "pytorch_model.bin.index.json"

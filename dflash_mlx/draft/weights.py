@@ -19,15 +19,18 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from ..errors import DraftError
-from . import gguf
+from . import gguf, torch_files
 from .compute_dtype import compute_dtype
 from .config import DraftConfig
 from .dflash2 import DFlash2DraftModel
 from .fields import Fields, brief, read_json
-from .headers import FLOATS, TensorInfo, check_folder, load_file, read_headers
+from .folder import check_folder
 from .model import DFlashDraftModel
-from .recipes import Recipe, Recipes, canonical_name, canonical_recipes
+from .readers import load_file, read_headers
+from .recipe import Recipe, Recipes
+from .recipes import canonical_name, canonical_recipes
 from .special_tokens import named_mask
+from .tensor_info import FLOATS, TensorInfo
 
 MODELS: dict[str, type[DFlashDraftModel]] = {"dflash": DFlashDraftModel, "dflash2": DFlash2DraftModel}  # by kind
 
@@ -118,8 +121,6 @@ def check_tensors(config: DraftConfig, tensors: Mapping[str, TensorInfo], folder
 
 def _mask_embedding(config: DraftConfig, folder: Path) -> Recipes:
     """The mask token's own embedding where it lies in a file of its own (Xiaomi's MiMo)."""
-    from . import torch_files
-
     found = torch_files.mask_embedding(folder)
     if found is None:
         return {}
