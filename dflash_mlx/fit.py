@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx import nn
+from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
 from .draft import DraftConfig
 from .draft.config import MAX_LAYERS
@@ -88,8 +89,6 @@ def check_family(name: str, config: Mapping[str, Any], taps: bool = True) -> Non
 
     Builds the model without weights, which costs no memory: MLX arrays stay unevaluated.
     """
-    from mlx_lm.utils import _get_classes
-
     family = config.get("model_type", "an unnamed model type")
     try:
         with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -116,8 +115,6 @@ def family_problem(model_type: str) -> str | None:
 
     By names alone: of a target that is at hand `check_family` knows more.
     """
-    from mlx_lm.utils import MODEL_REMAPPING
-
     module = MODEL_REMAPPING.get(model_type, model_type)
     try:
         found = importlib.util.find_spec(f"mlx_lm.models.{module}")

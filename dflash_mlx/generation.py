@@ -22,9 +22,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .arguments import functions, is_whole, one_of, token_ids, whole
 from .decode.block_size import AutoBlockSize, BlockSize, FixedBlockSize
 from .decode.caches import split_caches
-from .decode.drafter import Drafter, as_drafter
+from .decode.drafter import Drafter
 from .decode.filters import Filters
-from .decode.lookup import PromptLookup
+from .decode.lookup import PromptLookup, as_drafter
 from .decode.loop import Token, decode
 from .decode.memory import describe_pair, keep_memory, round_costs
 from .decode.round import Session

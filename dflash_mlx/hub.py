@@ -64,7 +64,7 @@ def peek_config(name: str, revision: str | None = None, *, what: str = "model") 
 
     Raises `DFlashError` as `fetch`, or when there is no config.json or it is no JSON object.
     """
-    from .draft.config import read_json
+    from .draft.fields import read_json
 
     folder = fetch(name, revision=revision, allow_patterns=CONFIG_FILES, what=what)
     if not (folder / "config.json").is_file():

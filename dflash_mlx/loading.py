@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 from mlx import nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from . import demo, hub, registry
 from .decode import lookup as prompt_lookup
@@ -69,8 +71,6 @@ class Plan:
         **options: Any,
     ) -> tuple[nn.Module, DFlashDraftModel | PromptLookup | None, TokenizerWrapper]:
         """Load both models; `options` go to `mlx_lm.load` (tokenizer_config, adapter_path, lazy, ...)."""
-        import mlx_lm
-
         adapters = options.get("adapter_path")
         if adapters is not None and not (Path(adapters) / "adapter_config.json").is_file():
             raise DFlashError(
@@ -268,8 +268,6 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
 
 def fetch_target(model: str, revision: str | None = None) -> Path:
     """The local folder of a target: bundled, local, or downloaded."""
-    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
-
     if model == demo.NAME:
         return demo.TARGET
     return hub.fetch(model, revision=revision, allow_patterns=DEFAULT_ALLOW_PATTERNS, what="target")

@@ -17,8 +17,7 @@ from mlx_lm.models.cache import save_prompt_cache as save_prompt_cache
 
 from .arguments import whole
 from .decode.caches import align, cached_tokens
-from .decode.drafter import as_drafter
-from .decode.lookup import TokenIndex
+from .decode.lookup import TokenIndex, as_drafter
 from .draft import DraftKVCache
 from .errors import DFlashError
 from .target import Target

@@ -31,7 +31,7 @@ from dflash_mlx.decode import Proposal, loop
 from dflash_mlx.decode.block_size import AutoBlockSize, FixedBlockSize
 from dflash_mlx.decode.caches import cached_tokens
 from dflash_mlx.decode.costs import RoundCosts
-from dflash_mlx.decode.drafter import DFlashDrafter
+from dflash_mlx.decode.dflash import DFlashDrafter
 from dflash_mlx.target import Target
 
 FAMILIES = {

@@ -48,7 +48,8 @@ from serving import save_tiny_pair
 from tiny import make_target
 
 from dflash_mlx import DraftError, convert_draft, generate_step, inspect_draft, load, load_draft
-from dflash_mlx.decode.drafter import DFlashDrafter, DraftRequest
+from dflash_mlx.decode.dflash import DFlashDrafter
+from dflash_mlx.decode.drafter import DraftRequest
 from dflash_mlx.decode.sampling import TokenPicker
 from dflash_mlx.draft import DFlashDraftModel, DraftConfig
 from dflash_mlx.target import Target

@@ -8,7 +8,7 @@ from scripted import plain_tokens
 from tiny import make_draft, make_target
 
 from dflash_mlx.decode import GenerationStats
-from dflash_mlx.decode.drafter import DFlashDrafter
+from dflash_mlx.decode.dflash import DFlashDrafter
 from dflash_mlx.decode.loop import PLAIN
 from dflash_mlx.decode.round import Session
 from dflash_mlx.decode.sampling import TokenPicker

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import mlx.core as mx
+from rich.table import Table
 
 from .figures import Row
 from .lossless import Lossless
 from .runs import Run, Settings
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 VERSIONS = ("dflash-mlx", "mlx", "mlx-lm", "transformers", "numpy")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -71,8 +71,6 @@ class Report:
 
 def environment() -> dict[str, Any]:
     """Machine and versions that figures belong to."""
-    import mlx.core as mx
-
     return {
         "machine": platform.machine(),
         "system": platform.platform(),
@@ -104,8 +102,6 @@ def _commit() -> str | None:
 
 
 def _table(rows: Sequence[Row], verdicts: Sequence[Lossless], title: str) -> Table:
-    from rich.table import Table
-
     contexts = any(row.context for row in rows)
     table = Table(title=title, caption="draft, verify, host: parts of rho, in plain steps, from a profiled run")
     for name in (["context"] if contexts else []) + list(COLUMNS):
@@ -127,8 +123,6 @@ def _table(rows: Sequence[Row], verdicts: Sequence[Lossless], title: str) -> Tab
 
 
 def _kinds(kinds: Sequence[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
     table = Table(title="speed-up (tau) by kind of prompt")
     arms = list(dict.fromkeys(entry["arm"] for entry in kinds if entry["arm"] != "plain"))
     contexts = any(entry["context"] for entry in kinds)

@@ -19,7 +19,7 @@ from mlx_lm.generate import stream_generate as plain_generate
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decode import GenerationStats
+from ..decode import GenerationStats, as_drafter
 from ..generation import stream_generate
 from .prompts import Task
 
@@ -205,8 +205,6 @@ def _plain(
 
 
 def _widest(draft: Any) -> int:
-    from ..decode.drafter import as_drafter
-
     return 1 if draft is None else as_drafter(draft).block_size
 
 

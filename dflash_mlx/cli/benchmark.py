@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..settings import Machine, parse
 from . import processes
 from .options import add_pair_arguments, at_least, json_object, within
+from .pair import load_pair
 from .progress import progress_bar
 
 if TYPE_CHECKING:
@@ -92,7 +93,6 @@ def run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
     from .. import benchmark
-    from .generate import load_pair
 
     plan, model, draft, tokenizer = load_pair(args)
     if draft is None and args.draft_model != "none":
@@ -181,8 +181,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 def _arms(blocks: list[int | None] | None, draft: Any, with_lookup: bool) -> list[Arm]:
     from ..benchmark import Arm
-    from ..decode.drafter import as_drafter
-    from ..decode.lookup import PromptLookup
+    from ..decode.lookup import PromptLookup, as_drafter
     from ..errors import DFlashError
 
     if with_lookup and (draft is None or isinstance(draft, PromptLookup)):

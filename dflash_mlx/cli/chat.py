@@ -14,6 +14,7 @@ from .options import (
     logits_processors,
     sampling_options,
 )
+from .pair import cache_options, load_pair
 
 HELP = """/reset          start over
 /system TEXT    set the system message and start over (no TEXT: none)
@@ -30,8 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .generate import load_pair
-
     plan, model, draft, tokenizer = load_pair(args)
     add_end_tokens(tokenizer, args.extra_eos_token)
     chat = Chat(args, model, draft, tokenizer)
@@ -87,7 +86,6 @@ class Chat:
         """One turn, streamed. Ctrl-C ends the answer; what was said stays in the history."""
         from ..decode import GenerationStats
         from ..generation import stream_generate
-        from .generate import cache_options
 
         self.messages.append({"role": "user", "content": text.encode("utf-8", "replace").decode()})
         try:

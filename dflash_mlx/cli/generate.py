@@ -18,6 +18,7 @@ from .options import (
     logits_processors,
     sampling_options,
 )
+from .pair import cache_options, load_pair
 from .progress import progress_bar, status
 
 if TYPE_CHECKING:
@@ -81,41 +82,6 @@ def run(args: argparse.Namespace) -> int:
     return 0 if verdict is None or verdict.identical or verdict.near_tie else 1
 
 
-def settle_pair(args: argparse.Namespace) -> Plan:
-    """What the pair flags ask for, checked before anything heavy loads; says what was chosen."""
-    from ..errors import DFlashError
-    from ..loading import plan as make_plan
-
-    plan = make_plan(
-        args.model,
-        args.draft_model,
-        revision=args.revision,
-        draft_revision=args.draft_revision,
-        lookup=getattr(args, "lookup", False),  # `benchmark` and `serve` have one drafter
-    )
-    for note in plan.notes:
-        print(note, file=sys.stderr)
-    block = plan.block_size
-    if args.block_size and args.block_size > (block or 1):
-        limit = f"this draft's blocks have 1 to {block} tokens" if block else "there is no draft"
-        raise DFlashError(f"--block-size {args.block_size} is out of range: {limit}")
-    if args.draft_window and plan.draft_folder is None:
-        raise DFlashError(f"--draft-window {args.draft_window}: there is no draft that could look back")
-    return plan
-
-
-def load_pair(args: argparse.Namespace) -> tuple[Plan, Any, Any, Any]:
-    """Plan, model, draft and tokenizer for the pair flags; says what was chosen."""
-    plan = settle_pair(args)
-    with status(f"loading {args.model}"):
-        return plan, *plan.load(
-            attn_implementation=args.attn_implementation,
-            draft_window=args.draft_window,
-            adapter_path=args.adapter_path,
-            trust_remote_code=args.trust_remote_code,
-        )
-
-
 def _stream(args: argparse.Namespace, model: Any, draft: Any, tokenizer: Any, ids: Any) -> Answer:
     """Generate and print; Ctrl-C ends the text and keeps what there is."""
     from ..decode import GenerationStats
@@ -159,19 +125,6 @@ def _stream(args: argparse.Namespace, model: Any, draft: Any, tokenizer: Any, id
     if not args.json:
         print(flush=True)
     return Answer(tokens, answer, finish, stats, logprobs)
-
-
-def cache_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The cache flags as mlx-lm's arguments."""
-    limit = {"max_kv_size": args.max_kv_size} if args.max_kv_size else {}
-    if args.kv_bits is None:
-        return limit
-    return {
-        **limit,
-        "kv_bits": args.kv_bits,
-        "kv_group_size": args.kv_group_size,
-        "quantized_kv_start": args.quantized_kv_start,
-    }
 
 
 def _check(args: argparse.Namespace, model: Any, tokenizer: Any, ids: Any, tokens: list[int]) -> Verdict:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from .options import add_pair_arguments, at_least, json_object, within
+from .pair import settle_pair
 
 KEY_VARIABLE = "DFLASH_API_KEY"
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -125,7 +126,6 @@ def run(args: argparse.Namespace) -> int:
     import logging
 
     from ..errors import DFlashError
-    from .generate import settle_pair
 
     if args.pipeline:
         raise DFlashError("--pipeline: this server runs in one process; mlx_lm.server serves distributed models")

@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..arguments import whole
-from .drafter import Drafter, DraftRequest, Proposal, as_drafter
+from .dflash import model_drafter
+from .drafter import Drafter, DraftRequest, Proposal
 
 NAME = "lookup"  # as `draft_model`
 BLOCK_SIZE = 16
@@ -146,7 +147,7 @@ class PromptLookup:
     """The lookup behind the `Drafter` protocol, alone or beside a draft.
 
     Args:
-        beside: whatever `draft_model` may be; proposes where the lookup finds nothing.
+        beside: a draft model or another drafter; proposes where the lookup finds nothing.
         min_match: tokens that have to match; default 4 alone, 8 beside a draft.
         block_size: widest block, anchor included, where there is no draft to say.
     """
@@ -154,7 +155,7 @@ class PromptLookup:
     def __init__(self, beside: Any = None, min_match: int | None = None, block_size: int = BLOCK_SIZE):
         whole("min_match", min_match, 1, none=True)
         whole("block_size", block_size, 2)
-        self.draft: Drafter | None = None if beside is None else as_drafter(beside)
+        self.draft: Drafter | None = None if beside is None else model_drafter(beside)
         shortest = min_match or (SHORTEST if self.draft is None else SHORTEST_BESIDE)
         self.lengths = tuple(shortest * multiple for multiple in MULTIPLES)
         self.block_size = block_size if self.draft is None else self.draft.block_size
@@ -193,3 +194,8 @@ class PromptLookup:
         if found or self.draft is None:
             return Proposal(mx.array(found, mx.int32), lookup=True)
         return self.draft.propose(replace(request, cache=request.cache[:-1]))
+
+
+def as_drafter(draft_model: Any) -> Drafter:
+    """The drafter for whatever was passed as `draft_model`. Raises `TypeError` for what is none."""
+    return PromptLookup() if isinstance(draft_model, str) and draft_model == NAME else model_drafter(draft_model)
