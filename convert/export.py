@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_mlx import hub
-from dflash_mlx.draft.config import SLIDING, DraftConfig
-from dflash_mlx.draft.reading import DFLASH2_FIELDS
+from dflash_mlx.draft.config import DFLASH2_FIELDS, SLIDING, DraftConfig
 from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.fit import TargetFacts, check_fit
 from dflash_mlx.registry import find_draft

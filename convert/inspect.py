@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_mlx import demo, hub
 from dflash_mlx.draft.config import DraftConfig
+from dflash_mlx.draft.facts import parse_config
 from dflash_mlx.draft.readers import read_headers
 from dflash_mlx.draft.tensor_info import TensorInfo
 from dflash_mlx.draft.weights import Quantized, check_tensors, folder_facts
@@ -62,7 +63,7 @@ def inspect_draft(path_or_repo: str | Path, *, revision: str | None = None) -> I
     quantized: dict[str, Quantized] = {}
     problem = None
     try:
-        config = DraftConfig.from_dict(raw, stated_in)
+        config = parse_config(raw, stated_in)
         config, quantized, *_ = check_tensors(config, tensors, folder)
     except DraftError as error:
         problem = str(error)

@@ -14,7 +14,7 @@ from mlx import nn
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
 from .draft import DraftConfig
-from .draft.config import MAX_LAYERS
+from .draft.facts import MAX_LAYERS
 from .draft.fields import MAX_SIZE, brief
 from .draft.special_tokens import special_tokens
 from .errors import DraftError, TargetError

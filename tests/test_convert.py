@@ -23,6 +23,8 @@ from tiny import draft_config, make_draft, save_draft, save_target
 
 from dflash_mlx import DFlashError, DraftError, convert_draft, demo, inspect_draft, load_draft
 from dflash_mlx.draft import DraftConfig
+from dflash_mlx.draft.facts import parse_config
+from dflash_mlx.draft.fields import read_json
 from dflash_mlx.draft.readers import read_headers
 from dflash_mlx.draft.weights import MODES, expected_shapes
 
@@ -62,7 +64,7 @@ def write(folder: Path, arrays: dict[str, mx.array], file: str = "model.safetens
 
 
 def config(folder: Path) -> DraftConfig:
-    return DraftConfig.from_file(folder / "config.json")
+    return parse_config(read_json(folder / "config.json"))
 
 
 def assert_same_tensors(a: dict[str, mx.array], b: dict[str, mx.array]) -> None:

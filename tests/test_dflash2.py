@@ -21,8 +21,10 @@ from dflash_mlx.decode import GenerationStats
 from dflash_mlx.decode.acceptance import count_accepted, reject
 from dflash_mlx.decode.filters import Filters
 from dflash_mlx.decode.sampling import TokenPicker
-from dflash_mlx.draft import DFlash2DraftModel, DraftConfig
+from dflash_mlx.draft import DFlash2DraftModel
 from dflash_mlx.draft.dflash2 import GroupedDynamicCausalConv, best, follow
+from dflash_mlx.draft.facts import parse_config
+from dflash_mlx.draft.fields import read_json
 from dflash_mlx.draft.model import Draw
 from dflash_mlx.draft.weights import check_draft_folder, load_draft_folder
 from dflash_mlx.generation import _tokens
@@ -331,7 +333,7 @@ def test_conversion_and_its_way_back_keep_every_bit(folder, tmp_path):
     assert same(tensors(tmp_path / "back"), tensors(folder))
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["architectures"] == ["DFlash2DraftModel"]
-    assert DraftConfig.from_dict(config) == DraftConfig.from_file(folder / "config.json")
+    assert parse_config(config) == parse_config(read_json(folder / "config.json"))
     loaded = dflash_mlx.load_draft(tmp_path / "mlx", make_target())
     assert isinstance(loaded, DFlash2DraftModel)
     assert same(dict(tree_flatten(loaded.parameters())), tensors(folder))
@@ -391,5 +393,5 @@ def test_a_draft_for_another_vocabulary_does_not_fit(tmp_path):
 
 
 def test_a_config_made_in_code_builds_its_kind():
-    config = dataclasses.replace(DraftConfig.from_dict(draft2_config()), selector_top_k=3)
+    config = dataclasses.replace(parse_config(draft2_config()), selector_top_k=3)
     assert DFlash2DraftModel(config).config.kind == "dflash2"

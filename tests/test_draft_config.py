@@ -12,7 +12,8 @@ from mlx.utils import tree_flatten
 from tiny import draft_config, make_draft, save_draft
 
 from dflash_mlx import DraftError
-from dflash_mlx.draft import DFlashDraftModel, DraftConfig, build_target_layer_ids, extract_context_feature
+from dflash_mlx.draft import DFlashDraftModel, build_target_layer_ids, extract_context_feature
+from dflash_mlx.draft.facts import parse_config
 from dflash_mlx.draft.readers import read_headers
 from dflash_mlx.draft.reading import HEAD_DIMS
 from dflash_mlx.fit import TargetFacts, check_fit
@@ -75,7 +76,7 @@ YARNS = {
 
 
 def block_logits(config) -> mx.array:
-    draft = DFlashDraftModel(DraftConfig.from_dict(config))
+    draft = DFlashDraftModel(parse_config(config))
     draft.load_weights(tree_flatten(make_draft().parameters()))
     mx.random.seed(5)
     context = draft.context_feature(mx.random.normal((1, 20, 128)))
@@ -102,7 +103,7 @@ def test_yarn_spellings_agree_and_differ_from_the_default_rope(name):
 def test_yarn_over_an_exact_range_is_transformers(theta, partial, more):
     """`truncate: false`: the dimensions between which it interpolates are not rounded to whole ones."""
     scaling = {**YARN, **more, "truncate": False}
-    config = DraftConfig.from_dict(spelled(rope_theta=theta, partial_rotary_factor=partial, rope_scaling=scaling))
+    config = parse_config(spelled(rope_theta=theta, partial_rotary_factor=partial, rope_scaling=scaling))
     rope, size = config.rope.build(64, None), int(64 * partial)
     low, high = (  # transformers' find_correction_dim
         size * np.log(YARN["original_max_position_embeddings"] / (turns * 2 * np.pi)) / (2 * np.log(theta))
@@ -112,15 +113,13 @@ def test_yarn_over_an_exact_range_is_transformers(theta, partial, more):
     waves = theta ** (np.arange(0, size, 2) / size)
     frequencies = ramp / (YARN["factor"] * waves) + (1 - ramp) / waves
     assert 1 / np.array(rope._freqs) == pytest.approx(frequencies, rel=1e-5)
-    rounded = DraftConfig.from_dict(spelled(rope_theta=theta, rope_scaling={**YARN, **more})).rope.build(64, None)
+    rounded = parse_config(spelled(rope_theta=theta, rope_scaling={**YARN, **more})).rope.build(64, None)
     assert rope.mscale == rounded.mscale
-    assert DraftConfig.from_dict(config.to_dict()).rope == config.rope, "a converted draft keeps it"
+    assert parse_config(config.to_dict()).rope == config.rope, "a converted draft keeps it"
 
 
 def test_yarn_truncated_is_the_usual():
-    assert DraftConfig.from_dict(spelled(rope_scaling={**YARN, "truncate": True})) == DraftConfig.from_dict(
-        YARNS["rope_scaling"]
-    )
+    assert parse_config(spelled(rope_scaling={**YARN, "truncate": True})) == parse_config(YARNS["rope_scaling"])
 
 
 @pytest.mark.parametrize("stated", [{}, {"sliding_window": None}, {"sliding_window": 6}])
@@ -130,16 +129,16 @@ def test_the_layers_that_slide_are_transformers(stated, use, first):
     from transformers import Qwen3Config
 
     config = {**spelled(), **stated, **use, **first}
-    own, theirs = DraftConfig.from_dict(config), Qwen3Config(**config)
+    own, theirs = parse_config(config), Qwen3Config(**config)
     window = theirs.sliding_window if "sliding_attention" in theirs.layer_types else None
     assert (list(own.layer_types), own.sliding_window) == (theirs.layer_types, window)
 
 
 def test_an_attention_factor_of_its_own_is_kept():
     """Only one that is the derived one, rounded, says nothing."""
-    own = DraftConfig.from_dict(spelled(rope_scaling={**YARN, "attention_factor": 1.139}))
+    own = parse_config(spelled(rope_scaling={**YARN, "attention_factor": 1.139}))
     assert own.rope_scaling["attention_factor"] == 1.139
-    assert "attention_factor" not in DraftConfig.from_dict(YARNS["attention_factor as derived"]).rope_scaling
+    assert "attention_factor" not in parse_config(YARNS["attention_factor as derived"]).rope_scaling
 
 
 # Spellings of one DFlash 2 draft.
@@ -153,8 +152,8 @@ SECOND = {
 
 @pytest.mark.parametrize("name", SECOND)
 def test_spellings_of_dflash_2_agree(name):
-    config = DraftConfig.from_dict(SECOND[name])
-    assert config == DraftConfig.from_dict(SECOND["nested"])
+    config = parse_config(SECOND[name])
+    assert config == parse_config(SECOND["nested"])
     assert (config.kind, config.to_dict()["architectures"]) == ("dflash2", ["DFlash2DraftModel"])
     assert SELECTOR.items() <= config.to_dict()["dflash_config"].items()
 
@@ -166,13 +165,13 @@ def test_default_head_dims_are_those_of_transformers():
 
 
 def test_fields_of_dflash_2_that_are_0_say_nothing():
-    assert DraftConfig.from_dict(spelled(conv_kernel_size=0, selector_top_k=0)).kind == "dflash"
+    assert parse_config(spelled(conv_kernel_size=0, selector_top_k=0)).kind == "dflash"
 
 
 @pytest.mark.parametrize("name", [*SPELLINGS, *YARNS, *SECOND])
 def test_to_dict_round_trips(name):
-    config = DraftConfig.from_dict({**SPELLINGS, **YARNS, **SECOND}[name])
-    assert DraftConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    config = parse_config({**SPELLINGS, **YARNS, **SECOND}[name])
+    assert parse_config(json.loads(json.dumps(config.to_dict()))) == config
 
 
 SLIDING = ["sliding_attention", "full_attention"]
@@ -266,7 +265,7 @@ FAULTS = {
 def test_faults_are_named_with_field_and_file(name):
     config, named = FAULTS[name]
     with pytest.raises(DraftError) as caught:
-        DraftConfig.from_dict(config, "somewhere/config.json")
+        parse_config(config, "somewhere/config.json")
     message = str(caught.value)
     assert named in message
     assert "somewhere/config.json" in message
@@ -286,9 +285,9 @@ TAPS = [
 
 @pytest.mark.parametrize(("taps", "more", "layers", "before_norm"), TAPS)
 def test_taps_keep_their_order_and_say_on_which_side_of_the_norm_the_last_is(taps, more, layers, before_norm):
-    config = DraftConfig.from_dict(spelled(**more, dflash_config={"mask_token_id": 255, **taps}))
+    config = parse_config(spelled(**more, dflash_config={"mask_token_id": 255, **taps}))
     assert (config.target_layer_ids, config.taps_before_norm) == (layers, before_norm)
-    assert DraftConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert parse_config(json.loads(json.dumps(config.to_dict()))) == config
 
 
 # layer_types, use_swa, is_causal, nested causal -> (window, causal) by layer
@@ -306,7 +305,7 @@ ATTENTION = [
 
 @pytest.mark.parametrize(("changes", "expected"), ATTENTION)
 def test_attention_shape_follows_the_published_precedence(changes, expected):
-    config = DraftConfig.from_dict(draft_config(**changes))
+    config = parse_config(draft_config(**changes))
     assert [(config.window(i), config.causal(i)) for i in range(2)] == expected
 
 
@@ -323,9 +322,7 @@ def test_extract_context_feature_skips_the_embedding_and_keeps_the_order():
 
 def test_a_draft_that_taps_one_layer_beyond_the_target_does_not_fit():
     for taps, fits in (([0, 3], True), ([0, 4], False)):
-        draft = DraftConfig.from_dict(
-            spelled(num_target_layers=None, dflash_config={**NESTED, "target_layer_ids": taps})
-        )
+        draft = parse_config(spelled(num_target_layers=None, dflash_config={**NESTED, "target_layer_ids": taps}))
         with contextlib.nullcontext() if fits else pytest.raises(DraftError, match="taps layer 4 of 4 layers"):
             check_fit(draft, TargetFacts("t", 64, 256, 4), "d")
 

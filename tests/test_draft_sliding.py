@@ -10,7 +10,8 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from reference.cases import Case, draft_config, draft_weights, sliding_config
 
 from dflash_mlx import generate_step, load, load_draft
-from dflash_mlx.draft import DFlashDraftModel, DraftConfig, DraftKVCache
+from dflash_mlx.draft import DFlashDraftModel, DraftKVCache
+from dflash_mlx.draft.facts import parse_config
 from dflash_mlx.errors import DraftError
 
 WINDOW, BLOCK = 16, 8
@@ -21,7 +22,7 @@ FULL_CASE = Case("C4", draft_config())  # layer_types absent; the same name draw
 
 
 def make_draft(case: Case = SLIDING_CASE, attn_implementation: str = "sdpa") -> DFlashDraftModel:
-    model = DFlashDraftModel(DraftConfig.from_dict(case.config), attn_implementation)
+    model = DFlashDraftModel(parse_config(case.config), attn_implementation)
     model.load_weights([(name, mx.array(array)) for name, array in draft_weights(case).items()])
     return model
 

@@ -15,7 +15,8 @@ from reference.speculators_cases import DRAFTS, SECOND, SLIDING, write_pair
 from tiny import draft2_config, draft_config, target_config
 
 from dflash_mlx import DFlashError, DraftError, convert_draft
-from dflash_mlx.draft import DraftConfig
+from dflash_mlx.draft.facts import parse_config
+from dflash_mlx.draft.fields import read_json
 from dflash_mlx.draft.weights import expected_shapes
 
 GOLDEN = json.loads((Path(__file__).parent / "reference" / "speculators.json").read_text())
@@ -77,7 +78,7 @@ def test_config_and_tensors_are_those_of_the_packages_own_converter(tmp_path: Pa
 def test_the_second_generation_has_its_own_type_and_fields(tmp_path: Path) -> None:
     nested = {**SECOND, "target_layer_ids": [0, 2], "mask_token_id": 255}
     raw = draft_config(**SLIDING, architectures=["DFlash2DraftModel"], is_causal=False, dflash_config=nested)
-    draft = read_or_skip(lambda: DraftConfig.from_dict(raw), "only DFlash (v1) drafts are read yet")
+    draft = read_or_skip(lambda: parse_config(raw), "only DFlash (v1) drafts are read yet")
     notes: list[str] = []
     config = speculators_config(draft, Verifier("target", ["Qwen3ForCausalLM"]), notes)
     assert_same_config(config, GOLDEN["dflash2"]["config"], "target")
@@ -91,7 +92,7 @@ def test_back_from_the_layout_is_bit_equal(tmp_path: Path, name: str) -> None:
     first = export(source, target, tmp_path / "out")
     read_or_skip(lambda: convert_draft(tmp_path / "out", tmp_path / "mlx"), "this layout is not read yet")
     assert_same_tensors(tmp_path / "mlx", source)
-    ours, theirs = (DraftConfig.from_file(folder / "config.json") for folder in (tmp_path / "mlx", source))
+    ours, theirs = (parse_config(read_json(folder / "config.json")) for folder in (tmp_path / "mlx", source))
     for fact in (
         "target_layer_ids", "block_size", "mask_token_id", "rope_theta", "layer_types", "sliding_window",
         "num_target_layers",
@@ -139,15 +140,15 @@ def test_what_only_the_package_would_replace_or_refuse_is_refused() -> None:
     own["dflash_config"] = {**own["dflash_config"], "has_lm_head": True}
     for raw, problem in ((own, "lm_head of its own"), (second, "a reduced vocabulary of DFlash 2")):
         with pytest.raises(DraftError, match=f"no place for {problem}"):
-            speculators_config(DraftConfig.from_dict(raw), Verifier("a/b"), [])
+            speculators_config(parse_config(raw), Verifier("a/b"), [])
 
 
 def test_a_target_of_another_depth_is_refused_after_the_way_back(tmp_path: Path) -> None:
     source, target = write_pair(tmp_path, num_target_layers=6)
     with pytest.raises(DraftError, match="num_target_layers 6 against 4"):
         export(source, target, tmp_path / "out")
-    config = speculators_config(DraftConfig.from_file(source / "config.json"), Verifier("a/b"), [])
-    assert DraftConfig.from_dict(config).num_target_layers == 6
+    config = speculators_config(parse_config(read_json(source / "config.json")), Verifier("a/b"), [])
+    assert parse_config(config).num_target_layers == 6
 
 
 def test_a_quantised_draft_is_dequantised(tmp_path: Path) -> None:
@@ -175,22 +176,22 @@ def test_a_quantised_draft_is_dequantised(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_layout_can_not_state_is_refused(changes: dict[str, Any], problem: str) -> None:
-    draft = DraftConfig.from_dict(draft_config(**changes))
+    draft = parse_config(draft_config(**changes))
     with pytest.raises(DraftError, match=r"no place for .*use --to hf") as refused:
         speculators_config(draft, Verifier("a/b"), [])
     assert problem in str(refused.value)
 
 
 def test_a_tap_of_the_last_layer_that_the_layout_itself_stated_comes_back() -> None:
-    draft = DraftConfig.from_dict(speculators(aux_hidden_state_layer_ids=[1, 4], num_target_layers=4))
+    draft = parse_config(speculators(aux_hidden_state_layer_ids=[1, 4], num_target_layers=4))
     assert draft.taps_before_norm
-    config = speculators_config(DraftConfig.from_dict(draft.to_dict()), Verifier("a/b", layers=4), [])
+    config = speculators_config(parse_config(draft.to_dict()), Verifier("a/b", layers=4), [])
     assert config["aux_hidden_state_layer_ids"] == [1, 4]
 
 
 def test_a_tap_of_the_last_layer_is_found_by_the_target_too() -> None:
     taps = {"target_layer_ids": [0, 3], "mask_token_id": 255}
-    draft = DraftConfig.from_dict(draft_config(num_target_layers=None, dflash_config=taps))
+    draft = parse_config(draft_config(num_target_layers=None, dflash_config=taps))
     speculators_config(draft, Verifier("a/b"), [])
     with pytest.raises(DraftError, match="last layer, 3"):
         speculators_config(draft, Verifier("a/b", layers=4), [])
@@ -199,7 +200,7 @@ def test_a_tap_of_the_last_layer_is_found_by_the_target_too() -> None:
 @pytest.mark.parametrize(("kind", "vllm"), [(None, True), (False, False)])
 def test_sliding_layers_are_causal_unless_stated(kind: bool | None, vllm: bool) -> None:
     notes: list[str] = []
-    draft = DraftConfig.from_dict(draft_config(**SLIDING, is_causal=kind))
+    draft = parse_config(draft_config(**SLIDING, is_causal=kind))
     config = speculators_config(draft, Verifier("a/b"), notes)
     assert config["sliding_window_non_causal"] == (kind is False)
     assert any("vLLM" in note for note in notes) == vllm
@@ -216,13 +217,13 @@ def test_the_target_comes_from_the_card(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_card_with_several_bases_names_no_target() -> None:
-    draft = DraftConfig.from_dict(draft_config())
+    draft = parse_config(draft_config())
     with pytest.raises(DFlashError, match="names no single target"):
         find_verifier(draft, "a/b", ["one/target", "another/target"], None, [])
 
 
 def test_a_target_of_the_card_that_can_not_be_had_is_named_and_noted(tmp_path: Path) -> None:
-    draft = DraftConfig.from_dict(draft_config())
+    draft = parse_config(draft_config())
     notes: list[str] = []
     missing = str(tmp_path / "gone")
     assert find_verifier(draft, "a/b", missing, None, notes) == Verifier(missing)
@@ -239,7 +240,7 @@ def test_the_pair_list_names_the_target_of_a_published_draft(monkeypatch: pytest
         raise DFlashError("offline")
 
     monkeypatch.setattr(module.hub, "peek_config", offline)
-    draft = DraftConfig.from_dict(draft_config())
+    draft = parse_config(draft_config())
     assert find_verifier(draft, "modal-labs/Qwen3.5-4B-DFlash", None, None, []).name == "Qwen/Qwen3.5-4B"
 
 

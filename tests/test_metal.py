@@ -9,7 +9,8 @@ from tiny import draft_config, make_draft, make_target
 
 from dflash_mlx import demo, stream_generate
 from dflash_mlx.check import compare_with_plain
-from dflash_mlx.draft import DFlashDraftModel, DraftConfig
+from dflash_mlx.draft import DFlashDraftModel
+from dflash_mlx.draft.facts import parse_config
 
 pytestmark = pytest.mark.metal
 
@@ -42,7 +43,7 @@ def test_a_quantised_target(bits):
 
 @pytest.mark.parametrize("context", [1, 17, 300])
 def test_fused_attention_equals_the_plain_one(context):
-    config = DraftConfig.from_dict(
+    config = parse_config(
         draft_config(layer_types=["sliding_attention", "full_attention"], sliding_window=64, head_dim=64)
     )
     fused, plain = DFlashDraftModel(config, "sdpa"), DFlashDraftModel(config, "eager")

@@ -9,7 +9,8 @@ from reference.cases import Case, draft_config, draft_weights, random_case
 from reference.replay import largest_difference, our_outputs
 
 from dflash_mlx.decode.stats import GenerationStats
-from dflash_mlx.draft import DFlashDraftModel, DraftConfig
+from dflash_mlx.draft import DFlashDraftModel
+from dflash_mlx.draft.facts import parse_config
 from dflash_mlx.generation import _tokens
 
 pytest.importorskip("torch")
@@ -57,7 +58,7 @@ def test_whole_runs_equal_those_of_the_reference(family: str, taps: list[int], t
         reference_draft(case), theirs, torch.tensor([prompt]), 60, None, return_stats=True
     )
     model, _ = load_model(tmp_path)
-    draft = DFlashDraftModel(DraftConfig.from_dict(config))
+    draft = DFlashDraftModel(parse_config(config))
     draft.load_weights([(name, mx.array(array)) for name, array in draft_weights(case).items()])
     stats = GenerationStats()
     tokens = [step.id for step in _tokens(mx.array(prompt), model, draft, stats, max_tokens=60, block_size=8)]

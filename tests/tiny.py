@@ -12,7 +12,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from dflash_mlx.draft import DFlash2DraftModel, DFlashDraftModel, DraftConfig
+from dflash_mlx.draft import DFlash2DraftModel, DFlashDraftModel
+from dflash_mlx.draft.facts import parse_config
 
 VOCAB = 256
 TARGETS: dict[str, dict[str, Any]] = {
@@ -97,7 +98,7 @@ def draft_config(**changes: Any) -> dict[str, Any]:
 def make_draft(dtype: mx.Dtype = mx.float32, seed: int = 1, **changes: Any) -> DFlashDraftModel:
     """A random draft."""
     mx.random.seed(seed)
-    return randomised(DFlashDraftModel(DraftConfig.from_dict(draft_config(**changes))), dtype)
+    return randomised(DFlashDraftModel(parse_config(draft_config(**changes))), dtype)
 
 
 def draft2_config(kernel: int = 2, group: int = 16, rank: int = 8, top_k: int = 12, **changes: Any) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def draft2_config(kernel: int = 2, group: int = 16, rank: int = 8, top_k: int = 
 def make_draft2(dtype: mx.Dtype = mx.float32, seed: int = 1, **changes: Any) -> DFlash2DraftModel:
     """A random DFlash 2 draft."""
     mx.random.seed(seed)
-    return randomised(DFlash2DraftModel(DraftConfig.from_dict(draft2_config(**changes))), dtype)
+    return randomised(DFlash2DraftModel(parse_config(draft2_config(**changes))), dtype)
 
 
 def save_draft(folder: Path, draft: DFlashDraftModel, config: dict[str, Any] | None = None) -> Path:

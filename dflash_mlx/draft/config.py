@@ -1,25 +1,20 @@
-"""The facts of one DFlash draft, validated and typed.
+"""The facts of one DFlash draft, typed.
 
-Knows how z-lab's layout spells them, which is what it writes; other layouts are brought into that one by `dialects.py`.
-Knows no tensor, no target and no network.
+Knows how z-lab's layout spells them, which is what it writes; `facts.py` reads them. Knows no tensor and no target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from . import reading
-from .dialects import in_zlab
-from .fields import MAX_SIZE, Fields, read_json
-from .reading import FULL, GATE_ACTIVATIONS, PER_ELEMENT, PER_HEAD, SLIDING
-from .rope import SECTIONS, Rope, read_ropes
+from .rope import Rope
 
-__all__ = ["FULL", "GATE_ACTIVATIONS", "MAX_LAYERS", "PER_ELEMENT", "PER_HEAD", "SLIDING", "DraftConfig", "Rope"]
-
-MAX_LAYERS = 1024  # far beyond any draft; a damaged count must not build layers for ever
+FULL, SLIDING = "full_attention", "sliding_attention"
+PER_HEAD, PER_ELEMENT = "per-head", "per-element"
+GATE_ACTIVATIONS = ("softplus", "sigmoid")
+# What a DFlash 2 draft has besides; a draft with one of them needs all.
+DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # Of the fields that `to_dict` writes where they are unusual, those that z-lab's own code passes over.
 READ_HERE_ONLY = (
     "draft_vocab_size", "partial_rotary_factor", "is_neox_style", "swa_rope_parameters", "use_gemma_norm",
@@ -136,85 +131,6 @@ class DraftConfig:
         """Rope of the layers that have none of their own."""
         return Rope(self.rope_theta, self.rope_scaling, self.partial_rotary_factor)
 
-    @classmethod
-    def from_file(cls, path: Path) -> DraftConfig:
-        """Read `config.json`. Raises `DraftError` when it is missing, no JSON object, or not a DFlash draft."""
-        return cls.from_dict(read_json(path), str(path))
-
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any], source: str = "config.json") -> DraftConfig:
-        """Read a published config of any layout; `source` is the file named in errors.
-
-        Raises:
-            DraftError: a fact is missing, contradicts itself, is out of range, or belongs to another method.
-        """
-        read = Fields(*in_zlab(config, source))
-        reading.refuse_foreign(read)
-        hidden = read.positive("hidden_size")
-        layers = read.positive("num_hidden_layers", MAX_LAYERS)
-        heads = read.positive("num_attention_heads")
-        kv_heads = read.positive("num_key_value_heads")
-        if heads % kv_heads:
-            raise read.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
-        head_dim = reading.head_dim(read, hidden, heads)
-        layer_types, window, causal = reading.attention(read, layers)
-        rope, sliding_rope = read_ropes(read, layer_types, FULL, SLIDING, head_dim)
-        vocab = read.positive("vocab_size")
-        target_layers = read.optional_int("num_target_layers")
-        target_hidden = read.optional_int("target_hidden_size")
-        taps = reading.taps(read, target_layers)
-        if len(taps) * (target_hidden or hidden) > MAX_SIZE:
-            raise read.error("target_layer_ids", f"{len(taps)} taps of width {target_hidden or hidden} are too many")
-        from_anchor = read.flag("sample_from_anchor")
-        gating, activation = reading.gate(read)
-        bias = read.flag("attention_bias")
-        return cls(
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate_size=read.positive("intermediate_size"),
-            vocab_size=vocab,
-            rms_norm_eps=read.number("rms_norm_eps"),
-            rope_theta=rope.theta,
-            rope_scaling=rope.scaling,
-            partial_rotary_factor=rope.partial,
-            sliding_rope=None if sliding_rope == rope else sliding_rope,
-            is_neox_style=read.flag("is_neox_style", True, *SECTIONS),
-            block_size=reading.block_size(read, from_anchor),
-            mask_token_id=reading.mask_token(read, vocab),
-            target_layer_ids=taps,
-            layer_types=layer_types,
-            sliding_window=window,
-            is_causal=causal,
-            max_position_embeddings=read.optional_int("max_position_embeddings"),
-            num_target_layers=target_layers,
-            target_hidden_size=target_hidden,
-            attention_bias=bias,
-            attention_output_bias=read.flag("attention_output_bias", bias),
-            final_logit_softcapping=read.optional_number("final_logit_softcapping", zero_is_off=True),
-            input_embedding_scale=read.optional_number("input_embedding_scale") or 1.0,
-            output_multiplier=read.optional_number("output_multiplier") or 1.0,
-            draft_vocab_size=reading.draft_vocab(read, vocab),
-            sample_from_anchor=from_anchor,
-            taps_before_norm=reading.taps_before_norm(read, taps, target_layers),
-            attention_sink_layers=reading.sinks(read, layers),
-            attention_value_scale=read.optional_number("attention_value_scale") or 1.0,
-            qk_norm=reading.qk_norm(read),
-            gating=gating,
-            gate_activation=activation,
-            aux_hidden_norms=read.flag("aux_hidden_norms"),
-            context_layernorm=read.flag("context_layernorm"),
-            has_embed_tokens=read.flag("has_embed_tokens"),
-            has_lm_head=read.flag("has_lm_head"),
-            mask_embedding=read.flag("mask_embedding"),
-            offset_norms=reading.offset_norms(read),
-            **reading.dflash2(read, hidden, vocab),
-            dtype=reading.dtype(read),
-            quantization=read.optional("quantization", dict) or read.optional("quantization_config", dict),
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """The draft in z-lab's own layout (plus mlx-lm's `quantization`), which every DFlash engine reads.
 
@@ -259,7 +175,7 @@ class DraftConfig:
         }  # fmt: skip
         nested.update({name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value})
         if self.kind == "dflash2":
-            nested.update({name: getattr(self, name) for name in reading.DFLASH2_FIELDS})
+            nested.update({name: getattr(self, name) for name in DFLASH2_FIELDS})
         if self.attention_sink_layers:
             nested["attention_sink_bias"] = True
             nested["attention_sink_layers"] = list(self.attention_sink_layers)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import DraftError
+from .config import DFLASH2_FIELDS
 from .fields import SPELLINGS, Fields, brief
-from .reading import DFLASH2_FIELDS, HEAD_DIMS
+from .reading import HEAD_DIMS
 
 Config = dict[str, Any]
 SIZES = (

@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import DraftError
+from .config import DFLASH2_FIELDS, FULL, GATE_ACTIVATIONS, PER_ELEMENT, PER_HEAD, SLIDING
 from .fields import MAX_SIZE, Fields, brief
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-PER_HEAD, PER_ELEMENT = "per-head", "per-element"
 DTYPES = ("float32", "float16", "bfloat16")
-GATE_ACTIVATIONS = ("softplus", "sigmoid")
 
 # Spellings of `target_layer_ids` whose numbers are one higher: they index transformers' `hidden_states`, in which the
 # embedding comes first, as vLLM and `speculators` do.
@@ -47,8 +45,6 @@ PROJECTORS = {
 # Fields that may say that attention is of another kind, and what they may hold.
 ATTENTION_KINDS = {"draft_attention_type": ("gqa", "mha"), "attention_mode": ("gqa", "mha")}
 
-# What a DFlash 2 draft has besides; a draft with one of them needs all.
-DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 MAX_KERNEL = 256  # of a convolution, in block rows
 MAX_CANDIDATES = 256  # a slot; the walk scores every pair of two slots'
 

@@ -23,6 +23,7 @@ from . import gguf, torch_files
 from .compute_dtype import compute_dtype
 from .config import DraftConfig
 from .dflash2 import DFlash2DraftModel
+from .facts import parse_config
 from .fields import Fields, brief, read_json
 from .folder import check_folder
 from .model import DFlashDraftModel
@@ -209,7 +210,7 @@ def load_draft_folder(
     `tokenizer`: see `folder_facts`.
 
     Raises:
-        DraftError: see `DraftConfig.from_dict`, `read_headers`, `check_tensors`; or a weight is not finite.
+        DraftError: see `parse_config`, `read_headers`, `check_tensors`; or a weight is not finite.
     """
     layout, tensors = _read(folder, tokenizer)
     config, quantized, recipes, _ = layout
@@ -256,8 +257,8 @@ def _read(folder: Path, tokenizer: Path | None) -> tuple[Layout, dict[str, Tenso
 
 
 def folder_config(folder: Path, tokenizer: Path | None = None) -> DraftConfig:
-    """The validated config of a folder; takes and raises as `folder_facts`, raises as `DraftConfig.from_dict`."""
-    return DraftConfig.from_dict(*folder_facts(folder, tokenizer))
+    """The validated config of a folder; takes and raises as `folder_facts`, raises as `parse_config`."""
+    return parse_config(*folder_facts(folder, tokenizer))
 
 
 def folder_facts(folder: Path, tokenizer: Path | None = None) -> tuple[dict[str, Any], str]:

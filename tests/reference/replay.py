@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 from reference.cases import Case, Crop, Extend, draft_weights, inputs, target_tables
 
-from dflash_mlx.draft import DraftConfig
+from dflash_mlx.draft.facts import parse_config
 from dflash_mlx.draft.weights import MODELS
 
 
@@ -15,7 +15,7 @@ def our_outputs(case: Case, attn_implementation: str) -> dict[str, np.ndarray]:
 
     A DFlash 2 draft gives the path of every round too, `path_i` `[L-1]`.
     """
-    config = DraftConfig.from_dict(case.config)
+    config = parse_config(case.config)
     model = MODELS[config.kind](config, attn_implementation)
     model.load_weights([(name, mx.array(array)) for name, array in draft_weights(case).items()])
     embedding, head = (mx.array(table) for table in target_tables(case))
