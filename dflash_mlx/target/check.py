@@ -1,6 +1,6 @@
 """Proof, at load, that a target is understood: its blocks are its single steps, and taps, embedding and head are right.
 
-A few forwards of a few dummy tokens. Knows `Target`; a family is never trusted by its name, but two are
+A few forwards of a few dummy tokens. A family is never trusted by its name, but two are
 refused by it, because mlx-lm itself is wrong there in a way that a short check can't show.
 """
 
@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import CacheList
 
 from .intercept import intercept
+from .model import TargetModel, hidden
 from .replay import LayerCall, RowAxes, row_axes
 from .rewind import Rewinder, receivers, recurrent
 from .structure import array_arguments
-
-if TYPE_CHECKING:
-    from .target import Target
 
 # mlx-lm computes several rows differently from single ones here, so no block can equal plain decoding.
 INCONSISTENT = {
@@ -47,12 +45,7 @@ class _Seen:
         return self.outputs[-1]
 
 
-def hidden(output: Any) -> mx.array:
-    """The hidden state of a layer that may return more."""
-    return output[0] if isinstance(output, tuple) else output
-
-
-def check_blocks(target: Target) -> None:
+def check_blocks(target: TargetModel) -> None:
     """Check that a block is computed as single steps are: the first row of two as a single row, and a layer with
     recurrent state, which runs again when a round is cut, to the same result.
 
@@ -75,7 +68,7 @@ def check_blocks(target: Target) -> None:
         raise target.refusal("it computes a row differently when another follows")
 
 
-def find_row_axes(target: Target) -> RowAxes:
+def find_row_axes(target: TargetModel) -> RowAxes:
     """Which axes of what the layers are given are rows, from two forwards that are built and never computed.
 
     Raises:
@@ -87,7 +80,7 @@ def find_row_axes(target: Target) -> RowAxes:
     return row_axes(two, three)
 
 
-def check_replay(target: Target, axes: RowAxes) -> None:
+def check_replay(target: TargetModel, axes: RowAxes) -> None:
     """Check that layers with recurrent state run again on a part of a block as if they had seen no more.
 
     Raises:
@@ -107,7 +100,7 @@ def check_replay(target: Target, axes: RowAxes) -> None:
             raise target.refusal(f"its recurrent cache {i} holds something else after a replay")
 
 
-def _calls(target: Target, tokens: int) -> tuple[list[LayerCall], set[int]]:
+def _calls(target: TargetModel, tokens: int) -> tuple[list[LayerCall], set[int]]:
     """The calls of the layers in a forward, and the caches that they are given."""
     fresh, calls = target.make_cache(), []
     owned: set[int] = set()
@@ -128,7 +121,7 @@ def _recurrent_state(cache: Any) -> list[mx.array]:
     return [array for array in cache.cache if array is not None] if recurrent(cache) else []
 
 
-def check_taps(target: Target, taps: Sequence[int]) -> float:
+def check_taps(target: TargetModel, taps: Sequence[int]) -> float:
     """Check taps, head and embedding of a target.
 
     The output of a tapped layer must be what the next layer is called with, and what the layer returns when it is
@@ -157,7 +150,7 @@ def check_taps(target: Target, taps: Sequence[int]) -> float:
     return _scale(target.embed_tokens(ids), seen[0].inputs[0], target.inner)
 
 
-def _check_tap(target: Target, i: int, seen: dict[int, _Seen]) -> None:
+def _check_tap(target: TargetModel, i: int, seen: dict[int, _Seen]) -> None:
     calls = seen[i]
     if len(calls.outputs) != 1:
         raise target.refusal(f"layer {i} is called {len(calls.outputs)} times in a forward, so it has no one output")
@@ -170,7 +163,7 @@ def _check_tap(target: Target, i: int, seen: dict[int, _Seen]) -> None:
         raise target.refusal(f"the output of layer {i} is not what layer {i + 1} is given")
 
 
-def _check_repeats(target: Target, i: int, calls: _Seen) -> None:
+def _check_repeats(target: TargetModel, i: int, calls: _Seen) -> None:
     if calls.by_hand and not _equal(hidden(calls.outputs[0]), hidden(calls.by_hand[0])):
         raise target.refusal(f"layer {i} returns something else when it is run again")
 
