@@ -12,10 +12,10 @@ from .costs import BUCKET, Bounds, RoundCosts
 from .rates import RequestRates
 
 # What blocks may lose, in plain steps and as a share of the time on top (docs/experiments.md): in a request, half of
-# whose steps are for rounds that only try something, and over all of a pair's since they last were in credit, so that
-# a draft that never pays is looked at ever more seldom.
-ALLOWANCE, SHARE = 4.0, 0.05
-PAIR_ALLOWANCE, PAIR_SHARE = 8.0, 0.015
+# whose steps are for rounds that only try something; and what such rounds may over all of a pair's requests since they
+# last were in credit, so that a draft that never pays is looked at ever more seldom.
+ALLOWANCE, SHARE = 4.0, 0.04
+PAIR_ALLOWANCE, PAIR_SHARE = 3 * ALLOWANCE, 0.015
 WORTH = 0.02  # share by which a width must be expected to win to be tried: measuring is no finer
 REST = 2  # plain rounds from one look at the choice to the next: each changes little, and looking takes time
 LUCK = 0.16  # how often something is better than it looks by a standard deviation or more
@@ -140,12 +140,13 @@ class AutoBlockSize:
         if curious:
             worth = _worth_trying(bounds, tokens, proposer.rates.expected(limit, surprise=1.0)[0], best)
             # Half a standard deviation less than expected: two of three rounds do no worse.
-            spare = self._left(proposer, step, ALLOWANCE / 2)
+            spare = min(self._left(proposer, step, ALLOWANCE / 2), self._left_of_pair(proposer, step))
             for gain, i in sorted(worth, reverse=True):
                 if gain > WORTH * rates[best] and bounds[i].high - max(1, tokens[i] - spread[i] / 2) * step <= spare:
                     return _Choice(i + 1)
         price = bounds[best].high / step
-        if best and self._left(proposer, step, ALLOWANCE) < 0:
+        owing = proposer.lost > 0 and self._left_of_pair(proposer, step) < 0
+        if best and (owing or self._left(proposer, step, ALLOWANCE) < 0):
             return _Choice(1, f"blocks gave fewer tokens than plain steps in the same time ({price:.2f} steps a block)")
         if best == 0 and limit > 1:
             block = max(range(1, limit), key=rates.__getitem__)
@@ -155,12 +156,12 @@ class AutoBlockSize:
         return _Choice(best + 1)
 
     def _left(self, proposer: Proposer, step: float, steps: float) -> float:
-        """Seconds that blocks may still lose, in this request and over all of the pair's."""
-        costs = proposer.costs
-        return min(
-            steps * step + SHARE * self.elapsed - proposer.lost,
-            PAIR_ALLOWANCE * step + PAIR_SHARE * costs.elapsed - costs.lost,
-        )
+        """Seconds that blocks may still lose in this request."""
+        return steps * step + SHARE * self.elapsed - proposer.lost
+
+    def _left_of_pair(self, proposer: Proposer, step: float) -> float:
+        """And those that only try something in all of a pair's."""
+        return PAIR_ALLOWANCE * step + PAIR_SHARE * proposer.costs.elapsed - proposer.costs.lost
 
     def observe(self, context: int, width: int, accepted: int, seconds: float | None, lookup: bool = False) -> None:
         told = [self.draft, self.lookup] if width == 1 else [self.lookup if lookup else self.draft]

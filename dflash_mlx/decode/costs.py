@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from .rates import SlotRates
 
-SAMPLES = 12  # latest rounds of a width that its cost is taken from
 STANDS_FOR = 3  # rounds that a figure stands for which was measured elsewhere
+SAMPLES = 4 * STANDS_FOR  # latest rounds of a width that its cost is taken from: as many in its lower quartile
 BUCKET = 2048  # tokens of the first range of context lengths; each further one is twice as long
 RANGES = 32  # of them, more than any context needs
 DOUBT = 0.3  # share by which a width measured once may be cheaper than it looked: its first round compiles kernels
