@@ -169,9 +169,7 @@ class Engine(ResponseGenerator):
     def _generate(self) -> None:
         try:
             self._load()
-        except (
-            BaseException
-        ) as error:  # raised again by the thread that waits for `loaded`; a checkpoint's code may exit
+        except BaseException as error:  # raised again by the thread that waits for `loaded`; loading may exit
             self.load_error = error
             self.loaded.set()
             return
