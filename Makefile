@@ -16,10 +16,11 @@ test: $(VENV)/.installed-test  ## run the tests
 test-reference: $(REFERENCE)/.installed  ## run the tests against PyTorch's draft and its tools (Python >= 3.11)
 	$(REFERENCE)/bin/python -m pytest -q -m reference -n auto --maxprocesses=4 --dist worksteal
 
-lint: $(VENV)/.installed-test  ## check style and types
+lint: $(VENV)/.installed-test  ## check style, types and which room imports which
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
+	$(RUN)/lint-imports --no-logo
 
 bench: $(VENV)/.installed  ## measure the bundled pair on this machine
 	$(RUN)/dflash-mlx benchmark --model demo --samples 4

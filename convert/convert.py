@@ -1,7 +1,7 @@
 """Convert a draft: any published layout to z-lab's names, for MLX (optionally quantised), PyTorch or `speculators`.
 
 The options are checked, then everything is written (`writer.py`); the result appears whole or not at all. Knows
-folders; the draft's facts and checks are `dflash_mlx.draft`'s.
+folders; the draft's facts and checks are `dflash_mlx.checkpoint`'s.
 """
 
 from __future__ import annotations
@@ -12,17 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from dflash_mlx.checkpoint.folder import TOKENIZER_FILES, regular_files
+from dflash_mlx.checkpoint.readers import read_headers
+from dflash_mlx.checkpoint.tensors import canonical_name
+from dflash_mlx.checkpoint.weights import MODES, Layout, Quantized, check_tensors, folder_config
 from dflash_mlx.draft.config import READ_HERE_ONLY, DraftConfig
-from dflash_mlx.draft.folder import TOKENIZER_FILES, regular_files
-from dflash_mlx.draft.readers import read_headers
-from dflash_mlx.draft.recipes import canonical_name
-from dflash_mlx.draft.weights import (
-    MODES,
-    Layout,
-    Quantized,
-    check_tensors,
-    folder_config,
-)
 from dflash_mlx.errors import DFlashError, DraftError
 from dflash_mlx.loading import fetch_draft
 

@@ -13,8 +13,8 @@ from typing import Any
 from dflash_mlx import hub
 from dflash_mlx.draft.config import DFLASH2_FIELDS, SLIDING, DraftConfig
 from dflash_mlx.errors import DFlashError, DraftError
-from dflash_mlx.fit import TargetFacts, check_fit
-from dflash_mlx.registry import find_draft
+from dflash_mlx.pairs.fit import TargetFacts, check_fit
+from dflash_mlx.pairs.registry import find_draft
 
 VERSION = "0.9.0"  # of the package that this layout was checked against
 # Fields of a layer of the draft, which stand in `transformer_layer_config` under our names.

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx import demo, hub
+from dflash_mlx.checkpoint.facts import parse_config
+from dflash_mlx.checkpoint.readers import read_headers
+from dflash_mlx.checkpoint.tensor_info import TensorInfo
+from dflash_mlx.checkpoint.weights import Quantized, check_tensors, folder_facts
 from dflash_mlx.draft.config import DraftConfig
-from dflash_mlx.draft.facts import parse_config
-from dflash_mlx.draft.readers import read_headers
-from dflash_mlx.draft.tensor_info import TensorInfo
-from dflash_mlx.draft.weights import Quantized, check_tensors, folder_facts
 from dflash_mlx.errors import DraftError
 from dflash_mlx.loading import SUBFOLDER, peek_draft
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from dflash_mlx import demo, registry
-from dflash_mlx.draft.fields import brief
-from dflash_mlx.draft.folder import refuse_irregular
+from dflash_mlx import demo
+from dflash_mlx.checkpoint.fields import brief
+from dflash_mlx.checkpoint.folder import refuse_irregular
 from dflash_mlx.errors import DFlashError, DraftError
-from dflash_mlx.lineage import front_matter
 from dflash_mlx.loading import LICENCE_FILES, SUBFOLDER
+from dflash_mlx.pairs import registry
+from dflash_mlx.pairs.lineage import front_matter
 
 HUB_IDS = {"mit", "apache-2.0", "gemma", "cc-by-nc-nd-4.0"}  # of the table's licences; the hub calls the rest "other"
 MAX_LICENCE = 2**20  # bytes of a file

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from dflash_mlx.checkpoint.tensor_info import FLOATS, TensorInfo
+from dflash_mlx.checkpoint.weights import Layout, Quantized, make, refuse_bad_ids, refuse_non_finite, target_ids
 from dflash_mlx.draft.config import DraftConfig
-from dflash_mlx.draft.tensor_info import FLOATS, TensorInfo
-from dflash_mlx.draft.weights import Layout, Quantized, make, refuse_bad_ids, refuse_non_finite, target_ids
 from dflash_mlx.errors import DFlashError
 
 SHARD_BYTES = 5 * 10**9  # of the source; mlx-lm's own limit

@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .api import GenerationResponse, generate, generate_step, stream_generate
     from .convert import convert_draft, inspect_draft
     from .decode import Drafter, DraftRequest, GenerationStats, PromptLookup, Proposal
     from .errors import DFlashError, DraftError, TargetError
-    from .generation import GenerationResponse, generate, generate_step, stream_generate
     from .loading import load, load_draft
     from .prompt_cache import PromptCache, load_prompt_cache, save_prompt_cache
 
@@ -29,10 +29,10 @@ _HOME = {
     "DFlashError": "errors",
     "DraftError": "errors",
     "TargetError": "errors",
-    "GenerationResponse": "generation",
-    "generate": "generation",
-    "generate_step": "generation",
-    "stream_generate": "generation",
+    "GenerationResponse": "api",
+    "generate": "api",
+    "generate_step": "api",
+    "stream_generate": "api",
     "load": "loading",
     "load_draft": "loading",
     "PromptCache": "prompt_cache",

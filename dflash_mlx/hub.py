@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .checkpoint.fields import read_json
+from .checkpoint.tensor_info import TensorInfo
 from .errors import DFlashError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
-
-    from .draft.tensor_info import TensorInfo
 
 T = TypeVar("T")
 
@@ -64,8 +64,6 @@ def peek_config(name: str, revision: str | None = None, *, what: str = "model") 
 
     Raises `DFlashError` as `fetch`, or when there is no config.json or it is no JSON object.
     """
-    from .draft.fields import read_json
-
     folder = fetch(name, revision=revision, allow_patterns=CONFIG_FILES, what=what)
     if not (folder / "config.json").is_file():
         raise DFlashError(f"{what} {name}: there is no config.json in {folder}")
@@ -79,7 +77,6 @@ def remote_headers(
 
     Raises as `fetch`.
     """
-    from .draft.tensor_info import TensorInfo
 
     def read() -> dict[str, TensorInfo]:
         from huggingface_hub import HfApi

@@ -20,16 +20,17 @@ from mlx import nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from . import demo, hub, registry
+from . import demo, hub
+from .checkpoint.fields import read_json
+from .checkpoint.weights import check_draft_folder, folder_config, load_draft_folder
 from .decode import lookup as prompt_lookup
 from .decode.lookup import PromptLookup
 from .draft import DFlashDraftModel, DraftConfig
-from .draft.fields import read_json
-from .draft.weights import check_draft_folder, folder_config, load_draft_folder
 from .errors import DFlashError, DraftError, TargetError
-from .fit import TargetFacts, check_family, check_fit, check_special_tokens, refuse_draft_as_target, text_config
-from .lineage import Lineage
-from .registry import Pair, PublishedDraft, user_pairs_path
+from .pairs import registry
+from .pairs.fit import TargetFacts, check_family, check_fit, check_special_tokens, refuse_draft_as_target, text_config
+from .pairs.lineage import Lineage
+from .pairs.registry import Pair, PublishedDraft, user_pairs_path
 from .target import Target
 
 AUTO, NONE = "auto", "none"

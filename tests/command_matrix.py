@@ -23,7 +23,7 @@ from tiny import save_target
 from dflash_mlx.cli import main as command
 from dflash_mlx.cli import make_parser
 from dflash_mlx.loading import plan
-from dflash_mlx.serve.completion import Completion
+from dflash_mlx.serve.dialects.completion import Completion
 from dflash_mlx.serve.engine import Engine
 from dflash_mlx.serve.provider import Provider
 

@@ -29,7 +29,7 @@ def widest_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Tests of anything but the choice of the block run at costs under which the widest always wins."""
     if request.node.get_closest_marker("real_costs"):
         return
-    from dflash_mlx import generation
+    from dflash_mlx import api
     from dflash_mlx.decode.costs import RoundCosts
 
     class Free(RoundCosts):
@@ -37,7 +37,7 @@ def widest_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
             pass
 
     free = {0: dict.fromkeys(range(1, 65), (1e9, 0.0))}
-    monkeypatch.setattr(generation, "round_costs", lambda *args, **kwargs: Free(free))
+    monkeypatch.setattr(api, "round_costs", lambda *args, **kwargs: Free(free))
 
 
 @pytest.fixture(scope="session")

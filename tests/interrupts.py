@@ -147,8 +147,8 @@ def run(family: str, seed: int, places: int, twice: bool = False) -> str:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if auto:
-            patch.setattr("dflash_mlx.generation.AutoBlockSize", mixed(seed))
-            patch.setattr("dflash_mlx.generation.round_costs", lambda *args, **kwargs: RoundCosts())
+            patch.setattr("dflash_mlx.api.AutoBlockSize", mixed(seed))
+            patch.setattr("dflash_mlx.api.round_costs", lambda *args, **kwargs: RoundCosts())
         elif drafted:
             options["block_size"] = drafter.block_size
         try:

@@ -1,7 +1,7 @@
 """The family matrix: every causal language model of the installed mlx-lm, built tiny, driven by drafts.
 
 `python tests/matrix.py --write [--batch] [family ...]` runs it in full (or the batches alone) and writes
-`dflash_mlx/families.json`, which `dflash-mlx models --families` shows; `test_families.py` runs a shorter form and
+`dflash_mlx/pairs/families.json`, which `dflash-mlx models --families` shows; `test_families.py` runs a shorter form and
 compares. `families.json` here holds the configs; a module of mlx-lm that is not in it is reported by a test.
 """
 
@@ -30,15 +30,15 @@ from random_weights import randomise, slow
 from scripted import ScriptedDrafter, plain_tokens
 
 from dflash_mlx import TargetError, generate_step
+from dflash_mlx.api import _tokens
 from dflash_mlx.check import compare_with_plain
 from dflash_mlx.decode import GenerationStats
 from dflash_mlx.decode.caches import cache_names
 from dflash_mlx.draft import DFlashDraftModel, DraftConfig
-from dflash_mlx.generation import _tokens
 from dflash_mlx.target import Target
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "families.json").read_text())
-TABLE = Path(__file__).parents[1] / "dflash_mlx" / "families.json"
+TABLE = Path(__file__).parents[1] / "dflash_mlx" / "pairs" / "families.json"
 TOKENS, FEW = 26, 16  # in full, and in the short form
 
 

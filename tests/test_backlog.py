@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tiny import make_draft, make_target
 
-from dflash_mlx import generate_step, generation
-from dflash_mlx.decode import loop, round
+from dflash_mlx import api, generate_step
+from dflash_mlx.decode import loop, session
 from dflash_mlx.decode.backlog import Backlog
 from dflash_mlx.decode.block_size import Widths
 
@@ -37,8 +37,8 @@ def watched(monkeypatch):
                 super().add(*args)
                 waited.append(len(self))
 
-        monkeypatch.setattr(generation, "AutoBlockSize", Chooser)
-        monkeypatch.setattr(round, "Backlog", Watched)
+        monkeypatch.setattr(api, "AutoBlockSize", Chooser)
+        monkeypatch.setattr(session, "Backlog", Watched)
         list(generate_step([1, 2, 3], make_target(), make_draft(), max_tokens=len(widths)))
         return rounds, max(waited)
 
@@ -46,7 +46,7 @@ def watched(monkeypatch):
 
 
 def test_no_more_than_the_longest_backlog_waits(watched, monkeypatch):
-    monkeypatch.setattr(round, "LONGEST_BACKLOG", 16)
+    monkeypatch.setattr(session, "LONGEST_BACKLOG", 16)
     assert watched([1] * 50)[1] == 16
 
 

@@ -14,7 +14,7 @@ from scripted import ScriptedDrafter, plain_tokens
 from tiny import make_draft, make_target
 from width_zoo import CURVES, STEP, Machine, best, cell, expected, request
 
-import dflash_mlx.generation as generation
+import dflash_mlx.api as generation
 from dflash_mlx import generate_step, stream_generate
 from dflash_mlx.decode import DFlashDrafter
 from dflash_mlx.decode import memory as memories
@@ -441,7 +441,7 @@ def test_context_of_plain_rounds_reaches_the_draft(demo_pair, monkeypatch):
 def test_a_round_is_measured_alone_where_plain_ones_are_queued_ahead(monkeypatch):
     """A device that works while rounds are queued, as MLX on a CPU does: plain rounds come out one late."""
     from dflash_mlx.decode import loop
-    from dflash_mlx.decode.round import Session
+    from dflash_mlx.decode.session import Session
 
     clock, queue = [0.0], Session.dispatch
 

@@ -17,7 +17,7 @@ from scripted import plain_tokens
 
 from dflash_mlx import demo
 from dflash_mlx.cli import COMMANDS, main
-from dflash_mlx.families import families
+from dflash_mlx.pairs.families import families
 
 DFLASH = [sys.executable, "-m", "dflash_mlx"]
 GENERATE = ["generate", "--model", "demo", "--prompt", demo.PROMPT, "--max-tokens", "24"]
@@ -174,7 +174,7 @@ def test_importing_the_package_needs_neither_torch_nor_a_gpu():
 
 
 def test_the_function_is_not_shadowed_by_a_module():
-    code = "import dflash_mlx.generation, dflash_mlx.cli.generate; from dflash_mlx import generate; generate.__call__"
+    code = "import dflash_mlx.api, dflash_mlx.cli.generate; from dflash_mlx import generate; generate.__call__"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -229,7 +229,7 @@ def test_models_says_which_pairs_can_not_run_here(capsys, monkeypatch):
     assert problems["PixelML/Qwen3.8-Flash-Next-NVFP4-DFlash"] == "the installed mlx-lm has no model type 'qwen4_exp'"
     assert problems["z-lab/MiniMax-M2.5-DFlash"] is None  # a type that mlx-lm has under another name
     refused = replace(families()["qwen3"], status="refused", reason="its Cache can't be rewound")
-    monkeypatch.setattr("dflash_mlx.fit.families", lambda: {"qwen3": refused})
+    monkeypatch.setattr("dflash_mlx.pairs.fit.families", lambda: {"qwen3": refused})
     assert main(["models", "qwen3-8b-dflash", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["problem"] == "qwen3 targets: its Cache can't be rewound"
     assert main(["models", "qwen3-8b-dflash"]) == 0

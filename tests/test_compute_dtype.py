@@ -12,7 +12,7 @@ from dflash_mlx.convert.writer import KEPT
 from tiny import draft_config, make_draft, save_draft
 
 from dflash_mlx import convert_draft, load_draft
-from dflash_mlx.draft.compute_dtype import compute_dtype
+from dflash_mlx.checkpoint.compute_dtype import compute_dtype
 
 F32, BF16, F16 = mx.float32, mx.bfloat16, mx.float16
 

@@ -17,12 +17,12 @@ from scripted import ScriptedDrafter, plain_tokens
 from tiny import HYBRIDS, make_draft, make_hybrid, make_target
 
 from dflash_mlx import DFlashError, generate_step
+from dflash_mlx.api import _tokens
 from dflash_mlx.check import compare_with_plain
 from dflash_mlx.cli.options import add_end_tokens
-from dflash_mlx.decode import GenerationStats, Proposal, round
+from dflash_mlx.decode import GenerationStats, Proposal, session
 from dflash_mlx.decode.caches import align
 from dflash_mlx.draft import DraftKVCache
-from dflash_mlx.generation import _tokens
 from dflash_mlx.prompt import as_ids, encode
 from dflash_mlx.target.intercept import intercept
 
@@ -65,7 +65,7 @@ def test_an_interrupt_anywhere_leaves_the_caches_at_what_was_handed_out(monkeypa
 
     with monkeypatch.context() as patch:
         owner, name = {
-            "sync": (round, "sync"),
+            "sync": (session, "sync"),
             "draft": (type(draft), "hidden"),
             "layer": (type(model.layers[2].mlp), "__call__"),
         }[where]
@@ -321,7 +321,7 @@ def test_an_interrupt_without_a_draft(monkeypatch, family, where):
     steps = generate_step(PROMPT, model, max_tokens=30, prompt_cache=cache)
     assert [next(steps)[0] for _ in range(5)] == truth[:5]
     with monkeypatch.context() as patch:
-        interrupted_once(patch, *((round, "sync") if where == "sync" else (type(model.layers[2]), "__call__")))
+        interrupted_once(patch, *((session, "sync") if where == "sync" else (type(model.layers[2]), "__call__")))
         with pytest.raises(KeyboardInterrupt):
             next(steps)
     assert {c.offset for c in cache if hasattr(c, "offset")} == {len(PROMPT) + 5}
@@ -338,7 +338,7 @@ def test_a_wrapped_window_that_can_not_be_taken_back_is_said(monkeypatch):
             next(steps)
 
     with monkeypatch.context() as patch:
-        interrupted_once(patch, round, "sync")
+        interrupted_once(patch, session, "sync")
         with pytest.warns(RuntimeWarning, match="fresh one"):
             interrupted()
 
@@ -366,7 +366,7 @@ def test_an_interrupt_after_the_draft_was_switched_off(monkeypatch):
     with pytest.warns(RuntimeWarning, match="switched off"):
         assert [next(steps)[0] for _ in range(6)] == truth[:6]
     with monkeypatch.context() as patch:
-        interrupted_once(patch, round, "sync")
+        interrupted_once(patch, session, "sync")
         with pytest.raises(KeyboardInterrupt):
             next(steps)
     assert decode(model, truth[6:7], None, 12, prompt_cache=cache)[0] == truth[7:19]

@@ -22,11 +22,11 @@ from mlx.utils import tree_flatten
 from tiny import draft_config, make_draft, save_draft, save_target
 
 from dflash_mlx import DFlashError, DraftError, convert_draft, demo, inspect_draft, load_draft
+from dflash_mlx.checkpoint.facts import parse_config
+from dflash_mlx.checkpoint.fields import read_json
+from dflash_mlx.checkpoint.readers import read_headers
+from dflash_mlx.checkpoint.weights import MODES, expected_shapes
 from dflash_mlx.draft import DraftConfig
-from dflash_mlx.draft.facts import parse_config
-from dflash_mlx.draft.fields import read_json
-from dflash_mlx.draft.readers import read_headers
-from dflash_mlx.draft.weights import MODES, expected_shapes
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}

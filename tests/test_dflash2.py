@@ -17,17 +17,17 @@ from tiny import draft2_config, draft_config, make_draft, make_draft2, make_hybr
 
 import dflash_mlx
 from dflash_mlx import DraftError, convert_draft, generate_step, inspect_draft, stream_generate
+from dflash_mlx.api import _tokens
+from dflash_mlx.checkpoint.facts import parse_config
+from dflash_mlx.checkpoint.fields import read_json
+from dflash_mlx.checkpoint.weights import check_draft_folder, load_draft_folder
 from dflash_mlx.decode import GenerationStats
 from dflash_mlx.decode.acceptance import count_accepted, reject
 from dflash_mlx.decode.filters import Filters
 from dflash_mlx.decode.sampling import TokenPicker
 from dflash_mlx.draft import DFlash2DraftModel
 from dflash_mlx.draft.dflash2 import GroupedDynamicCausalConv, best, follow
-from dflash_mlx.draft.facts import parse_config
-from dflash_mlx.draft.fields import read_json
 from dflash_mlx.draft.model import Draw
-from dflash_mlx.draft.weights import check_draft_folder, load_draft_folder
-from dflash_mlx.generation import _tokens
 
 RNG = np.random.default_rng(0)
 PROMPT = [(7 * i + 3) % 250 for i in range(40)]

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.serve import agents, anthropic, responses
-from dflash_mlx.serve.dialect import FieldError, whole
+from dflash_mlx.serve.dialects import agents, anthropic, responses
+from dflash_mlx.serve.dialects.dialect import FieldError, whole
+from dflash_mlx.serve.dialects.fields import HARMLESS
 from dflash_mlx.serve.errors import ApiError
-from dflash_mlx.serve.fields import HARMLESS
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}

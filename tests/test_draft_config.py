@@ -12,11 +12,11 @@ from mlx.utils import tree_flatten
 from tiny import draft_config, make_draft, save_draft
 
 from dflash_mlx import DraftError
+from dflash_mlx.checkpoint.facts import parse_config
+from dflash_mlx.checkpoint.readers import read_headers
+from dflash_mlx.checkpoint.reading import HEAD_DIMS
 from dflash_mlx.draft import DFlashDraftModel, build_target_layer_ids, extract_context_feature
-from dflash_mlx.draft.facts import parse_config
-from dflash_mlx.draft.readers import read_headers
-from dflash_mlx.draft.reading import HEAD_DIMS
-from dflash_mlx.fit import TargetFacts, check_fit
+from dflash_mlx.pairs.fit import TargetFacts, check_fit
 
 NESTED = {"target_layer_ids": [0, 2], "mask_token_id": 255}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}

@@ -10,8 +10,8 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from reference.cases import Case, draft_config, draft_weights, sliding_config
 
 from dflash_mlx import generate_step, load, load_draft
+from dflash_mlx.checkpoint.facts import parse_config
 from dflash_mlx.draft import DFlashDraftModel, DraftKVCache
-from dflash_mlx.draft.facts import parse_config
 from dflash_mlx.errors import DraftError
 
 WINDOW, BLOCK = 16, 8

@@ -15,9 +15,9 @@ from reference.speculators_cases import DRAFTS, SECOND, SLIDING, write_pair
 from tiny import draft2_config, draft_config, target_config
 
 from dflash_mlx import DFlashError, DraftError, convert_draft
-from dflash_mlx.draft.facts import parse_config
-from dflash_mlx.draft.fields import read_json
-from dflash_mlx.draft.weights import expected_shapes
+from dflash_mlx.checkpoint.facts import parse_config
+from dflash_mlx.checkpoint.fields import read_json
+from dflash_mlx.checkpoint.weights import expected_shapes
 
 GOLDEN = json.loads((Path(__file__).parent / "reference" / "speculators.json").read_text())
 # Keys that the package's classes add with their own defaults, and what it knows of itself.

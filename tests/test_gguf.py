@@ -18,10 +18,10 @@ from mlx.utils import tree_flatten
 from tiny import draft_config, make_draft, save_draft
 
 from dflash_mlx import DraftError, convert_draft, inspect_draft, load_draft
+from dflash_mlx.checkpoint import gguf as reading
+from dflash_mlx.checkpoint.readers import load_file, read_headers
+from dflash_mlx.checkpoint.weights import folder_facts
 from dflash_mlx.draft import DFlashDraftModel
-from dflash_mlx.draft import gguf as reading
-from dflash_mlx.draft.readers import load_file, read_headers
-from dflash_mlx.draft.weights import folder_facts
 
 gguf = pytest.importorskip("gguf")
 Types = gguf.GGMLQuantizationType

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from tiny import draft_config, make_draft, save_draft
 
 from dflash_mlx import DraftError, convert_draft, inspect_draft, load_draft
-from dflash_mlx.draft.folder import MAX_HEADER
-from dflash_mlx.draft.readers import file_headers, load_file, read_headers
-from dflash_mlx.draft.tensor_info import MAX_TENSORS, TensorInfo
+from dflash_mlx.checkpoint.folder import MAX_HEADER
+from dflash_mlx.checkpoint.readers import file_headers, load_file, read_headers
+from dflash_mlx.checkpoint.tensor_info import MAX_TENSORS, TensorInfo
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -312,7 +312,7 @@ def test_memory_is_bounded(folder, name):
     code = f"""
         import resource
         import dflash_mlx
-        from dflash_mlx.draft import weights
+        from dflash_mlx.checkpoint import weights
         from dflash_mlx import load_draft, DraftError
         with open("/proc/self/statm") as statm:
             now = int(statm.read().split()[0]) * resource.getpagesize()

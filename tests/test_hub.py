@@ -15,7 +15,7 @@ import pytest
 from fake_hub import FakeHub
 
 from dflash_mlx import demo, hub
-from dflash_mlx.draft.readers import read_headers
+from dflash_mlx.checkpoint.readers import read_headers
 from dflash_mlx.errors import DFlashError
 
 OLD, NEW = "0" * 39 + "a", "1" * 39 + "b"
@@ -247,6 +247,7 @@ def test_peek_config_of_a_folder(tmp_path: Path) -> None:
 
 def test_the_hubs_library_loads_only_when_needed() -> None:
     code = (
-        "import sys, dflash_mlx.hub, dflash_mlx.registry as r; r.resolve('x'); print('huggingface_hub' in sys.modules)"
+        "import sys; from dflash_mlx import hub; from dflash_mlx.pairs import registry; registry.resolve('x'); "
+        "print('huggingface_hub' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "False\n"

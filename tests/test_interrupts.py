@@ -11,7 +11,7 @@ from interrupts import PROMPT, Often, goes_on, target
 from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx import PromptCache, generate_step
-from dflash_mlx.decode import GenerationStats, round
+from dflash_mlx.decode import GenerationStats, session
 from dflash_mlx.target import Rewinder
 
 
@@ -51,7 +51,7 @@ def test_an_error_anywhere_is_the_one_that_comes_out(monkeypatch, family, where,
     told, emitted = [], []
     drafter.rng.choice = lambda options: 7  # so that much has to be fed again
     owner, name, first = {
-        "sync": (round, "sync", 3),
+        "sync": (session, "sync", 3),
         "rewind": (Rewinder, "rewind", 2),
         "layer": (type(model.layers[2]), "__call__", 1),
         "extend": (drafter, "extend", 2),

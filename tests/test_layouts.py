@@ -48,12 +48,12 @@ from serving import save_tiny_pair
 from tiny import make_target
 
 from dflash_mlx import DraftError, convert_draft, generate_step, inspect_draft, load, load_draft
+from dflash_mlx.checkpoint.facts import parse_config
+from dflash_mlx.checkpoint.fields import read_json
 from dflash_mlx.decode.dflash import DFlashDrafter
 from dflash_mlx.decode.drafter import DraftRequest
 from dflash_mlx.decode.sampling import TokenPicker
 from dflash_mlx.draft import DFlashDraftModel
-from dflash_mlx.draft.facts import parse_config
-from dflash_mlx.draft.fields import read_json
 from dflash_mlx.target import Target
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None

@@ -12,7 +12,7 @@ import pytest
 from fake_hub import FakeHub
 from tiny import draft_config, make_draft, save_draft, target_config
 
-from dflash_mlx.lineage import HOPS, Ancestor, Lineage, bases_of
+from dflash_mlx.pairs.lineage import HOPS, Ancestor, Lineage, bases_of
 
 QWEN_8B, QWEN_8B_COMMIT = "z-lab/Qwen3-8B-DFlash-b16", "5adfac36a234741b344cd906ca3fc6a94d7d5955"
 QWEN_4B = "z-lab/Qwen3.5-4B-DFlash"

@@ -16,9 +16,9 @@ from scripted import plain_tokens
 from tiny import HYBRIDS, make_draft, make_hybrid, make_target
 
 from dflash_mlx import PromptCache, PromptLookup, generate_step, load_prompt_cache, save_prompt_cache
+from dflash_mlx.api import _tokens
 from dflash_mlx.decode import GenerationStats
 from dflash_mlx.decode.lookup import TokenIndex
-from dflash_mlx.generation import _tokens
 from dflash_mlx.target import Target
 
 LENGTHS = (2, 4, 8)

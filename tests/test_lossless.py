@@ -16,9 +16,9 @@ from scripted import ScriptedDrafter, plain_tokens
 from tiny import make_draft, make_hybrid, make_target
 
 from dflash_mlx import generate_step
+from dflash_mlx.api import _tokens
 from dflash_mlx.check import compare_with_plain
 from dflash_mlx.decode import GenerationStats
-from dflash_mlx.generation import _tokens
 from dflash_mlx.target import Target
 
 N = 60

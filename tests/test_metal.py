@@ -9,8 +9,8 @@ from tiny import draft_config, make_draft, make_target
 
 from dflash_mlx import demo, stream_generate
 from dflash_mlx.check import compare_with_plain
+from dflash_mlx.checkpoint.facts import parse_config
 from dflash_mlx.draft import DFlashDraftModel
-from dflash_mlx.draft.facts import parse_config
 
 pytestmark = pytest.mark.metal
 

@@ -42,8 +42,8 @@ def test_widths_that_change(monkeypatch, case, sampled):
     rng = random.Random(f"{case} {sampled} {seed}")
     model = model_of(name)
     draft = rng.choice([make_draft, make_draft2])(**rng.choice([{}, SLIDING]))
-    monkeypatch.setattr("dflash_mlx.generation.AutoBlockSize", mixed(seed))
-    monkeypatch.setattr("dflash_mlx.generation.round_costs", lambda *args, **kwargs: RoundCosts())
+    monkeypatch.setattr("dflash_mlx.api.AutoBlockSize", mixed(seed))
+    monkeypatch.setattr("dflash_mlx.api.round_costs", lambda *args, **kwargs: RoundCosts())
     sampling = {"temp": 0.8, "seed": seed, "top_p": 0.9} if sampled else {}
     target_size = len(make_prompt_cache(model))
     ours = make_prompt_cache(model, **sizes) + draft.make_cache()

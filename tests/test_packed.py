@@ -15,11 +15,11 @@ from mlx.utils import tree_flatten
 from tiny import draft_config, make_draft
 
 from dflash_mlx import DraftError, convert_draft, inspect_draft, load_draft
+from dflash_mlx.checkpoint.packed import from_e2m1, from_e4m3, from_e5m2, recipes
+from dflash_mlx.checkpoint.readers import load_file, read_headers
+from dflash_mlx.checkpoint.schemes import UNUSED
+from dflash_mlx.checkpoint.tensor_info import TensorInfo
 from dflash_mlx.draft import DFlashDraftModel
-from dflash_mlx.draft.packed import from_e2m1, from_e4m3, from_e5m2, recipes
-from dflash_mlx.draft.readers import load_file, read_headers
-from dflash_mlx.draft.schemes import UNUSED
-from dflash_mlx.draft.tensor_info import TensorInfo
 
 GOLDEN = np.load(Path(__file__).parent / "reference" / "golden" / "packed.npz")
 CONFIGS = json.loads(GOLDEN["configs"].tobytes())

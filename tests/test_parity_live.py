@@ -8,10 +8,10 @@ from mlx_lm.utils import load_model
 from reference.cases import Case, draft_config, draft_weights, random_case
 from reference.replay import largest_difference, our_outputs
 
+from dflash_mlx.api import _tokens
+from dflash_mlx.checkpoint.facts import parse_config
 from dflash_mlx.decode.stats import GenerationStats
 from dflash_mlx.draft import DFlashDraftModel
-from dflash_mlx.draft.facts import parse_config
-from dflash_mlx.generation import _tokens
 
 pytest.importorskip("torch")
 pytest.importorskip("dflash")

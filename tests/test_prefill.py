@@ -7,12 +7,12 @@ import pytest
 from scripted import plain_tokens
 from tiny import make_draft, make_target
 
+from dflash_mlx.api import _tokens
 from dflash_mlx.decode import GenerationStats
 from dflash_mlx.decode.dflash import DFlashDrafter
 from dflash_mlx.decode.loop import PLAIN
-from dflash_mlx.decode.round import Session
 from dflash_mlx.decode.sampling import TokenPicker
-from dflash_mlx.generation import _tokens
+from dflash_mlx.decode.session import Session
 from dflash_mlx.target import Target
 
 

@@ -1,4 +1,4 @@
-"""`dflash_mlx.registry`: which draft a target gets, by whole names, and the tables it is read from."""
+"""`dflash_mlx.pairs.registry`: which draft a target gets, by whole names, and the tables it is read from."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dflash_mlx import DFlashError, registry
-from dflash_mlx.fit import TargetFacts
-from dflash_mlx.lineage import Ancestor
+from dflash_mlx import DFlashError
 from dflash_mlx.loading import _advice
-from dflash_mlx.names import normalise
-from dflash_mlx.registry import KINDS, LAYOUTS, Pair, PublishedDraft, find_draft, pairs, resolve
+from dflash_mlx.pairs import registry
+from dflash_mlx.pairs.fit import TargetFacts
+from dflash_mlx.pairs.lineage import Ancestor
+from dflash_mlx.pairs.names import normalise
+from dflash_mlx.pairs.registry import KINDS, LAYOUTS, Pair, PublishedDraft, find_draft, pairs, resolve
 
 QWEN_8B = "z-lab/Qwen3-8B-DFlash-b16"
 REPO = r"[\w.-]+/[\w.-]+"

@@ -20,8 +20,8 @@ from scripted import ScriptedDrafter, plain_tokens
 from tiny import HYBRIDS, make_draft, make_hybrid, make_target
 
 from dflash_mlx import generate_step
+from dflash_mlx.api import _tokens
 from dflash_mlx.decode import GenerationStats
-from dflash_mlx.generation import _tokens
 from dflash_mlx.target import Rewinder, Target
 from dflash_mlx.target.pinned import pin
 from dflash_mlx.target.undo import CanNotRewind, note

@@ -13,8 +13,8 @@ from scripted import ScriptedDrafter, plain_tokens
 from tiny import make_draft, make_draft2, make_target
 
 from dflash_mlx import generate_step
-from dflash_mlx.decode import GenerationStats, round
-from dflash_mlx.generation import _tokens
+from dflash_mlx.api import _tokens
+from dflash_mlx.decode import GenerationStats, session
 from dflash_mlx.target import Target
 
 
@@ -54,8 +54,8 @@ def test_the_counter_sees_a_second_sync(monkeypatch):
     """The test above must be able to fail."""
     model, draft = make_target(), make_draft()
     stats = GenerationStats()
-    real = round.count_accepted
-    monkeypatch.setattr(round, "count_accepted", lambda p, t: mx.array(real(p, t).item()))
+    real = session.count_accepted
+    monkeypatch.setattr(session, "count_accepted", lambda p, t: mx.array(real(p, t).item()))
     tokens = _tokens(mx.array([1, 2, 3]), model, draft, stats, max_tokens=40)
     next(tokens)
     waits = Waits(monkeypatch)

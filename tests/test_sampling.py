@@ -13,12 +13,12 @@ from scripted import ScriptedDrafter, plain_tokens
 from tiny import make_draft, make_target
 
 from dflash_mlx import generate_step
-from dflash_mlx.decode import GenerationStats, Proposal, round
+from dflash_mlx.api import _tokens
+from dflash_mlx.decode import GenerationStats, Proposal, session
 from dflash_mlx.decode.acceptance import count_accepted, reject
 from dflash_mlx.decode.filters import Filters
-from dflash_mlx.decode.round import Session
 from dflash_mlx.decode.sampling import TokenPicker
-from dflash_mlx.generation import _tokens
+from dflash_mlx.decode.session import Session
 
 # With 144 cells, 20,000 draws alone are 0.034 off on average; more draws leave room for a fault to show.
 V, N = 12, 60_000
@@ -178,8 +178,8 @@ def test_the_noise_of_each_purpose_and_position_is_its_own():
 def test_by_rejection_neither_the_draft_nor_the_coins_share_the_picks_noise(monkeypatch):
     model, table = bigram_target()
     draft, calls, picker = BigramDraft(table), [], TokenPicker(temp=1.0, seed=5)
-    real = round.reject
-    monkeypatch.setattr(round, "reject", lambda *args: calls.append(args) or real(*args))
+    real = session.reject
+    monkeypatch.setattr(session, "reject", lambda *args: calls.append(args) or real(*args))
     list(generate_step([3, 1], model, draft, max_tokens=12, temp=1.0, seed=5, acceptance="rejection"))
     assert len(draft.given) == len(calls) > 1
     for (first, given), (proposed, _, _, uniform, gumbel) in zip(draft.given, calls, strict=True):
@@ -285,7 +285,7 @@ def test_what_processors_are_given_is_copied_once():
 
     truth = plain_tokens(model, prompt, 24)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dflash_mlx.generation.Session", Watching)
+        patch.setattr("dflash_mlx.api.Session", Watching)
         for right in (0, 5):
             read.clear()
             draft = ScriptedDrafter([*prompt, *truth], lambda i, right=right: right)

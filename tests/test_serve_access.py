@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_mlx.cli import make_parser
-from dflash_mlx.serve import connections, routes
-from dflash_mlx.serve.access import loopback
+from dflash_mlx.serve import routes
 from dflash_mlx.serve.app import known_hosts
-from dflash_mlx.serve.server import Server
+from dflash_mlx.serve.http import connections
+from dflash_mlx.serve.http.access import loopback
+from dflash_mlx.serve.http.server import Server
 
 
 class Edge:
@@ -258,7 +259,7 @@ def test_what_is_wrong_with_a_body_is_said_in_words(edge, body, said, path):
 
 
 def test_whole_characters_and_common_nesting_are_read(edge):
-    from dflash_mlx.serve.json_body import read_json
+    from dflash_mlx.serve.http.json_body import read_json
 
     body = {"a": "👍\u0000é", "b": [[[{"c": []}]]] * 40, "d": [1.5, None, True] * 50}
     assert read_json(json.dumps(body).encode()) == body

@@ -22,8 +22,8 @@ from serving import save_tiny_pair
 from dflash_mlx.cli import make_parser
 from dflash_mlx.decode.stop import StopStrings
 from dflash_mlx.decode.text import TextStream
-from dflash_mlx.families import Family
 from dflash_mlx.loading import plan
+from dflash_mlx.pairs.families import Family
 from dflash_mlx.serve import provider as provider_module
 from dflash_mlx.serve.alone import Alone
 from dflash_mlx.serve.batch import Batch
@@ -250,7 +250,7 @@ def test_only_what_was_measured_is_batched(served, monkeypatch):
 
 
 def test_the_table_names_the_families_that_mlx_lm_batches_wrongly():
-    table = json.loads((Path(provider_module.__file__).parents[1] / "families.json").read_text())["families"]
+    table = json.loads((Path(provider_module.__file__).parents[1] / "pairs" / "families.json").read_text())["families"]
     wrong = {name for name, row in table.items() if row.get("batch", "verified") != "verified"}
     # mlx-lm 0.32.2: other text, exceptions, caches that do not merge
     assert wrong >= {

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from dflash_mlx.serve.dialects.fields import OTHER_NAMES, UNLIMITED, USED, checked
 from dflash_mlx.serve.errors import ApiError
-from dflash_mlx.serve.fields import OTHER_NAMES, UNLIMITED, USED, checked
 from dflash_mlx.serve.unknown_fields import UnknownFields
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

@@ -12,9 +12,10 @@ from mlx_lm.server import CompletionRequest
 from serving import ServerProcess
 
 from dflash_mlx.cli import main
-from dflash_mlx.serve import limits, tokens
+from dflash_mlx.serve import tokens
 from dflash_mlx.serve.engine import Engine
 from dflash_mlx.serve.errors import ApiError
+from dflash_mlx.serve.http import limits
 
 KEY = "sesame-open"
 

@@ -167,13 +167,13 @@ def engine():
 
 
 def whole(engine, prompt, **fields):
-    from dflash_mlx.serve.completion import Completion
+    from dflash_mlx.serve.dialects.completion import Completion
 
     return Completion(engine, {"prompt": prompt, "max_tokens": 24, **fields}, "text").whole(lambda: False)
 
 
 def test_a_seeded_request_stops_no_other_and_says_the_same_in_company(engine):
-    from dflash_mlx.serve.completion import Completion
+    from dflash_mlx.serve.dialects.completion import Completion
     from dflash_mlx.serve.job import Piece
 
     seeded = {"max_tokens": 60, "seed": 5, "temperature": 0.8, "logit_bias": {"0": -100}}

@@ -16,10 +16,10 @@ from tiny import make_hybrid, make_target
 from dflash_mlx import demo
 from dflash_mlx.cli import make_parser
 from dflash_mlx.serve import scoring
-from dflash_mlx.serve.completion import Completion
-from dflash_mlx.serve.fields import UNLIMITED
+from dflash_mlx.serve.dialects.completion import Completion
+from dflash_mlx.serve.dialects.fields import UNLIMITED
+from dflash_mlx.serve.dialects.logprobs import TextLogprobs
 from dflash_mlx.serve.job import Piece, Scores
-from dflash_mlx.serve.logprobs import TextLogprobs
 from dflash_mlx.serve.token_text import TokenText
 from dflash_mlx.serve.unknown_fields import UnknownFields
 

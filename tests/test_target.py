@@ -16,7 +16,7 @@ from scripted import ScriptedDrafter, plain_tokens
 from tiny import make_draft, make_hybrid, make_target
 
 from dflash_mlx import TargetError, generate_step
-from dflash_mlx.fit import check_family
+from dflash_mlx.pairs.fit import check_family
 from dflash_mlx.target import Target
 from dflash_mlx.target import target as target_module
 from dflash_mlx.target.intercept import intercept

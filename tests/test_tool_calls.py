@@ -14,15 +14,15 @@ from mlx_lm import tool_parsers
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from serving import TEMPLATE, ServerProcess, save_scripts, save_tokenizer
 
-from dflash_mlx.serve import anthropic, responses
-from dflash_mlx.serve.answer import Answer
-from dflash_mlx.serve.choice import Choice
-from dflash_mlx.serve.completion import Completion
-from dflash_mlx.serve.dialect import FieldError, results_in_order, whole
+from dflash_mlx.serve.dialects import anthropic, responses
+from dflash_mlx.serve.dialects.answer import Answer
+from dflash_mlx.serve.dialects.choice import Choice
+from dflash_mlx.serve.dialects.completion import Completion
+from dflash_mlx.serve.dialects.dialect import FieldError, results_in_order, whole
+from dflash_mlx.serve.dialects.fields import checked
+from dflash_mlx.serve.dialects.logprobs import NoLogprobs
 from dflash_mlx.serve.errors import ApiError
-from dflash_mlx.serve.fields import checked
 from dflash_mlx.serve.job import Piece
-from dflash_mlx.serve.logprobs import NoLogprobs
 from dflash_mlx.serve.tokens import Front, takes_tools, tokenized
 from dflash_mlx.serve.unknown_fields import UnknownFields
 

@@ -19,9 +19,9 @@ from mlx.utils import tree_flatten
 from tiny import draft_config, make_draft, save_draft
 
 from dflash_mlx import DraftError, convert_draft, inspect_draft, load_draft
+from dflash_mlx.checkpoint.readers import load_file, read_headers
+from dflash_mlx.checkpoint.torch_files import mask_embedding
 from dflash_mlx.draft import DFlashDraftModel
-from dflash_mlx.draft.readers import load_file, read_headers
-from dflash_mlx.draft.torch_files import mask_embedding
 
 try:
     import torch

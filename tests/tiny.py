@@ -12,8 +12,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from dflash_mlx.checkpoint.facts import parse_config
 from dflash_mlx.draft import DFlash2DraftModel, DFlashDraftModel
-from dflash_mlx.draft.facts import parse_config
 
 VOCAB = 256
 TARGETS: dict[str, dict[str, Any]] = {

@@ -19,8 +19,8 @@ from mlx_lm.generate import stream_generate as plain_generate
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..api import stream_generate
 from ..decode import GenerationStats, as_drafter
-from ..generation import stream_generate
 from .prompts import Task
 
 PARTS = ("draft_seconds", "verify_seconds", "host_seconds")

@@ -84,8 +84,8 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """One turn, streamed. Ctrl-C ends the answer; what was said stays in the history."""
+        from ..api import stream_generate
         from ..decode import GenerationStats
-        from ..generation import stream_generate
 
         self.messages.append({"role": "user", "content": text.encode("utf-8", "replace").decode()})
         try:

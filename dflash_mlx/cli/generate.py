@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _stream(args: argparse.Namespace, model: Any, draft: Any, tokenizer: Any, ids: Any) -> Answer:
     """Generate and print; Ctrl-C ends the text and keeps what there is."""
+    from ..api import stream_generate
     from ..decode import GenerationStats
-    from ..generation import stream_generate
 
     tokens: list[int] = []
     logprobs: list[dict[str, Any]] = []

@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _pairs(wanted: str) -> list[dict[str, Any]]:
     """A row a draft, the user's own first; `wanted` may be part of any name. Its `problem`: why it can't run here."""
-    from ..fit import family_problem
-    from ..registry import pairs, user_pairs
+    from ..pairs.fit import family_problem
+    from ..pairs.registry import pairs, user_pairs
 
     rows = []
     for pair in (*user_pairs(), *pairs()):
@@ -55,7 +55,7 @@ def _pairs(wanted: str) -> list[dict[str, Any]]:
 
 
 def _families(wanted: str) -> list[dict[str, Any]]:
-    from ..families import families
+    from ..pairs.families import families
 
     return [
         {**dataclasses.asdict(family), "caches": ", ".join(family.caches)}

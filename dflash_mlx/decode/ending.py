@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..target.intercept import stop_intercepting
 from ..target.undo import CanNotRewind
 from .caches import align, note_tokens
-from .round import Flight, Session
+from .session import Flight, Session
 
 
 def finish(session: Session, length: int, flight: Flight | None = None) -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from .block_size import BlockSize, Widths
 from .ending import finish, recover
-from .round import Flight, Session
+from .session import Flight, Session
 
 T = TypeVar("T")
 PLAIN = Widths(draft=1, verify=1)

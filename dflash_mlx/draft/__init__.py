@@ -1,4 +1,4 @@
-"""The draft model. Knows nothing of any target."""
+"""The draft model alone. Knows no file and no target."""
 
 from .attention import DFlashAttention
 from .cache import DraftKVCache

@@ -1,6 +1,7 @@
 """The facts of one DFlash draft, typed.
 
-Knows how z-lab's layout spells them, which is what it writes; `facts.py` reads them. Knows no tensor and no target.
+Knows how z-lab's layout spells them, which is what it writes; `checkpoint/facts.py` reads them.
+Knows no tensor and no target.
 """
 
 from __future__ import annotations

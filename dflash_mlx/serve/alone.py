@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..api import generate_step
 from ..decode import as_drafter
 from ..decode.sampling import LogitsProcessor
-from ..generation import generate_step
 from .cache import CacheStore, Hit
 from .errors import ClientGone
 from .job import Job, Piece, Progress

@@ -10,11 +10,11 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..errors import DFlashError
 from ..loading import Plan
-from .access import loopback
 from .engine import Engine
+from .http.access import loopback
+from .http.server import Server
 from .provider import Provider
 from .routes import find
-from .server import Server
 
 
 def serve(args: argparse.Namespace, plan: Plan) -> int:

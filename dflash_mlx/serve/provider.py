@@ -15,8 +15,8 @@ from mlx_lm.server import ModelProvider
 from .. import __version__
 from ..decode.caches import cache_names
 from ..errors import DFlashError
-from ..families import families
 from ..loading import Plan, fetch_target
+from ..pairs.families import families
 from .disk import FORMAT
 
 DEFAULT = "default_model"  # mlx-lm's name for the model of the command line

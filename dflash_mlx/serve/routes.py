@@ -8,8 +8,9 @@ A GET path that ends in "/*" also matches what follows. `open` routes need no AP
 
 from __future__ import annotations
 
-from . import agents, anthropic, completion, page, status
-from .handler import Route
+from .dialects import agents, anthropic, completion
+from .http import page, status
+from .http.handler import Route
 
 ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/chat/completions"): Route(completion.answer_chat),

@@ -97,8 +97,8 @@ class Ours:
         self.draft = load_draft(draft, self.model)
 
     def run(self, ids: list[int], block: int | None, tokens: int) -> Result:
+        from dflash_mlx.api import stream_generate
         from dflash_mlx.decode import GenerationStats
-        from dflash_mlx.generation import stream_generate
 
         rounds, stats, opens = Rounds(), GenerationStats(), True
         responses = stream_generate(

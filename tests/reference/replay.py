@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 from reference.cases import Case, Crop, Extend, draft_weights, inputs, target_tables
 
-from dflash_mlx.draft.facts import parse_config
-from dflash_mlx.draft.weights import MODELS
+from dflash_mlx.checkpoint.facts import parse_config
+from dflash_mlx.checkpoint.weights import MODELS
 
 
 def our_outputs(case: Case, attn_implementation: str) -> dict[str, np.ndarray]:

@@ -13,13 +13,13 @@ from typing import Any
 from mlx import nn
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
-from .draft import DraftConfig
-from .draft.facts import MAX_LAYERS
-from .draft.fields import MAX_SIZE, brief
-from .draft.special_tokens import special_tokens
-from .errors import DraftError, TargetError
+from ..checkpoint.facts import MAX_LAYERS
+from ..checkpoint.fields import MAX_SIZE, brief
+from ..checkpoint.special_tokens import special_tokens
+from ..draft import DraftConfig
+from ..errors import DraftError, TargetError
+from ..target import Target
 from .families import families
-from .target import Target
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ..draft.config import PER_ELEMENT, PER_HEAD, DraftConfig
 from ..errors import DraftError
 from . import packed, schemes
-from .config import PER_ELEMENT, PER_HEAD, DraftConfig
 from .recipe import Recipe, Recipes
 from .tensor_info import TensorInfo
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import ApiError, named, shown
+from ..unknown_fields import UnknownFields
 from .content import check_content
-from .errors import ApiError, named, shown
-from .unknown_fields import UnknownFields
 
 MOST = 2**31 - 1  # what any number may be that has no limit of its own
 UNLIMITED = MOST  # max_tokens of a request that goes on to the end token, or the end of the context

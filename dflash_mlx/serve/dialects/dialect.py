@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from .errors import ApiError, named, shown
+from ..errors import ApiError, named, shown
 
 Json = dict[str, Any]
 Kind = TypeVar("Kind")

@@ -1,6 +1,6 @@
 """The facts of a draft from its published config, of any layout, validated.
 
-A layout is brought into z-lab's by `dialects.py`, each fact is read by `reading.py`. Knows no tensor, no target and no
+A layout is brought into z-lab's by `layouts.py`, each fact is read by `reading.py`. Knows no tensor, no target and no
 network.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..draft.config import FULL, SLIDING, DraftConfig
 from . import reading
-from .config import FULL, SLIDING, DraftConfig
-from .dialects import in_zlab
 from .fields import MAX_SIZE, Fields
+from .layouts import in_zlab
 from .ropes import SECTIONS, read_ropes
 
 MAX_LAYERS = 1024  # far beyond any draft; a damaged count must not build layers for ever

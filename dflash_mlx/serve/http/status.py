@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .engine import Engine
-from .errors import ApiError, shown
+from ..engine import Engine
+from ..errors import ApiError, shown
 from .handler import Handler
 
 STARTED = int(time.time())

@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from ..draft.rope import ORIGINAL, Rope
 from .fields import SPELLINGS, Fields, brief, is_number
-from .rope import ORIGINAL, Rope
 
 # Fields that each rope type needs besides its type; other types are refused by name.
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..errors import ApiError, shown
+from ..unknown_fields import UnknownFields
 from .dialect import as_object, items, not_strict, typed
-from .errors import ApiError, shown
-from .unknown_fields import UnknownFields
 
 TOOL_CHOICES = ("auto", "none")
 NOT_FORCED = "a call can't be forced; send auto or none"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any, Protocol
 
-from ..decode.text import TextStream
-from .job import Piece, Scores
-from .token_text import TokenText
+from ...decode.text import TextStream
+from ..job import Piece, Scores
+from ..token_text import TokenText
 
 Best = tuple[tuple[int, float], ...]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..draft.config import DFLASH2_FIELDS
 from ..errors import DraftError
-from .config import DFLASH2_FIELDS
 from .fields import SPELLINGS, Fields, brief
 from .reading import HEAD_DIMS
 
@@ -23,15 +23,15 @@ SIZES = (
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ConfigLayout:
     """One layout.
 
     Attributes:
-        spoken: whether a config is in it. translate: to z-lab's; gets the config with look-ups that name its file.
+        matches: whether a config is in it. translate: to z-lab's; gets the config with look-ups that name its file.
         names: z-lab's name of a field -> what this layout calls it, for errors.
     """
 
-    spoken: Callable[[Mapping[str, Any]], bool]
+    matches: Callable[[Mapping[str, Any]], bool]
     translate: Callable[[Fields], Config]
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -43,9 +43,9 @@ def in_zlab(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], 
     """
     if isinstance(text := config.get("text_config"), Mapping):
         config = _unwrapped(config, text)
-    for dialect in DIALECTS:
-        if dialect.spoken(config):
-            return dialect.translate(Fields(config, source, dialect.names)), source, dialect.names
+    for layout in LAYOUTS:
+        if layout.matches(config):
+            return layout.translate(Fields(config, source, layout.names)), source, layout.names
     return config, source, {}
 
 
@@ -190,8 +190,8 @@ def _laguna(read: Fields) -> Config:
 
 
 # In the order of asking; a config that is in none is in z-lab's own layout (retrains, SpecForge, MiMo, nvidia ...).
-DIALECTS = (
-    Dialect(
+LAYOUTS = (
+    ConfigLayout(
         lambda config: "transformer_layer_config" in config or "speculators_model_type" in config,
         _speculators,
         {
@@ -202,7 +202,7 @@ DIALECTS = (
             "target_layer_ids": "aux_hidden_state_layer_ids",
         },
     ),
-    Dialect(lambda config: "markov_rank" in config and "target_layer_ids" in config, _deepspec),
-    Dialect(lambda config: config.get("model_type") == "muse_glimmer_assistant", _muse),
-    Dialect(lambda config: config.get("model_type") == "laguna" and bool(config.get("dflash_config")), _laguna),
+    ConfigLayout(lambda config: "markov_rank" in config and "target_layer_ids" in config, _deepspec),
+    ConfigLayout(lambda config: config.get("model_type") == "muse_glimmer_assistant", _muse),
+    ConfigLayout(lambda config: config.get("model_type") == "laguna" and bool(config.get("dflash_config")), _laguna),
 )

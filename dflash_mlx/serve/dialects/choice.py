@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..job import Job, Piece, Scores
 from .answer import Answer, Part, Raw
-from .job import Job, Piece, Scores
 from .logprobs import Logprobs, TextLogprobs
 
 

@@ -7,8 +7,8 @@ import socket
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+from ..engine import Engine
 from .connections import Connections, most_connections
-from .engine import Engine
 from .handler import Find, Handler
 
 

@@ -21,18 +21,18 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
-from ..target.args import context_length
+from ...target.args import context_length
+from ..engine import Engine
+from ..errors import ApiError, ClientGone, shown
+from ..http.handler import Handler
+from ..job import Job, Piece, Progress, Reply, Scores
+from ..provider import DEFAULT
+from ..tokens import no_template
 from .answer import Answer, Raw
 from .choice import Choice
 from .dialect import as_object, results_in_order
-from .engine import Engine
-from .errors import ApiError, ClientGone, shown
 from .fields import FOR_TEMPLATE, UNLIMITED, checked, effort_options
-from .handler import Handler
-from .job import Job, Piece, Progress, Reply, Scores
 from .logprobs import ChatLogprobs, Logprobs, NoLogprobs, TextLogprobs
-from .provider import DEFAULT
-from .tokens import no_template
 
 POLL_SECONDS = 0.05  # how often a waiting connection is checked for a client that left
 

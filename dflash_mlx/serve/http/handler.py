@@ -12,9 +12,9 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from ..engine import Engine
+from ..errors import ApiError, ClientGone, internal_error
 from .access import check_host, check_key, check_origin, matches
-from .engine import Engine
-from .errors import ApiError, ClientGone, internal_error
 from .json_body import read_json
 from .limits import BODY_SECONDS, WRITE_SECONDS, DeadlineReader, client_left, linger
 

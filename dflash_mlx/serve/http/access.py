@@ -20,7 +20,7 @@ import socket
 from collections.abc import Sequence
 from email.message import Message
 
-from .errors import ApiError
+from ..errors import ApiError
 
 PRIVATE = ("localhost", "*.localhost", "*.internal", "*.local")
 HOST = re.compile(r"(?:\[([0-9a-fA-F:.%]+)\]|([^\s:/?#@\[\]\\]+))(?::\d*)?")

@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .errors import DFlashError
+from ..errors import DFlashError
 from .lineage import Ancestor
 from .names import normalise
 

@@ -27,14 +27,14 @@ from .decode.filters import Filters
 from .decode.lookup import PromptLookup, as_drafter
 from .decode.loop import Token, decode
 from .decode.memory import describe_pair, keep_memory, round_costs
-from .decode.round import Session
 from .decode.sampling import LogitsProcessor, Sampler, TokenPicker
+from .decode.session import Session
 from .decode.stats import GenerationStats
 from .decode.stop import StopStrings
 from .decode.text import TextStream
 from .device import limits_told
 from .draft import DFlashDraftModel
-from .fit import TargetFacts, check_fit
+from .pairs.fit import TargetFacts, check_fit
 from .prompt import as_ids, encode
 from .target import Target
 

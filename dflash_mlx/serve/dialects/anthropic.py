@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from ..errors import ApiError, shown
 from .content import NOT_FORCED, TOOL_CHOICES
 from .dialect import (
     EXTRA,
@@ -31,7 +32,6 @@ from .dialect import (
     thinking_options,
     typed,
 )
-from .errors import ApiError, shown
 from .fields import HARMLESS
 
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", *EXTRA)

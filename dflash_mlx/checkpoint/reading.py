@@ -1,6 +1,6 @@
 """The facts of a draft, one function each, from z-lab's layout in any of its spellings.
 
-Other layouts are brought into this one first (`dialects.py`). Required facts are required: a missing or contradictory
+Other layouts are brought into this one first (`layouts.py`). Required facts are required: a missing or contradictory
 one is a `DraftError` that names the field and the file, never a guess.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..draft.config import DFLASH2_FIELDS, FULL, GATE_ACTIVATIONS, PER_ELEMENT, PER_HEAD, SLIDING
 from ..errors import DraftError
-from .config import DFLASH2_FIELDS, FULL, GATE_ACTIVATIONS, PER_ELEMENT, PER_HEAD, SLIDING
 from .fields import MAX_SIZE, Fields, brief
 
 DTYPES = ("float32", "float16", "bfloat16")

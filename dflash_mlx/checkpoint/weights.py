@@ -1,7 +1,7 @@
 """The tensors of a draft folder: headers first, checked against the config, then loaded.
 
 Headers alone answer every question about names, shapes and sizes, so a wrong or broken folder is refused before
-anything heavy is read. Knows z-lab's names, which `recipes.py` gives any layout, and their MLX-quantised form; knows
+anything heavy is read. Knows z-lab's names, which `tensors.py` gives any layout, and their MLX-quantised form; knows
 no hub and no target.
 """
 
@@ -18,20 +18,20 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from ..draft.config import DraftConfig
+from ..draft.dflash2 import DFlash2DraftModel
+from ..draft.model import DFlashDraftModel
 from ..errors import DraftError
 from . import gguf, torch_files
 from .compute_dtype import compute_dtype
-from .config import DraftConfig
-from .dflash2 import DFlash2DraftModel
 from .facts import parse_config
 from .fields import Fields, brief, read_json
 from .folder import check_folder
-from .model import DFlashDraftModel
 from .readers import load_file, read_headers
 from .recipe import Recipe, Recipes
-from .recipes import canonical_name, canonical_recipes
 from .special_tokens import named_mask
 from .tensor_info import FLOATS, TensorInfo
+from .tensors import canonical_name, canonical_recipes
 
 MODELS: dict[str, type[DFlashDraftModel]] = {"dflash": DFlashDraftModel, "dflash2": DFlash2DraftModel}  # by kind
 

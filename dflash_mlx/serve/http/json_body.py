@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from .errors import ApiError
+from ..errors import ApiError
 
 DEEPEST = 100  # levels; whatever walks a body later (templates, copies) takes several of Python's frames a level
 HALVES = re.compile("[\ud800-\udfff]")

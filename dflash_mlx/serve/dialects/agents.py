@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterator
 from itertools import chain
 
+from ..errors import ApiError, ClientGone, internal_error
+from ..http.handler import Handler
 from . import anthropic, responses
 from .completion import Completion
 from .dialect import Answer, Dialect, Event, Json, typed, whole
-from .errors import ApiError, ClientGone, internal_error
-from .handler import Handler
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import hub
-from .errors import DFlashError
+from .. import hub
+from ..errors import DFlashError
 from .names import normalise
 
 HOPS = 3  # of a chain of base models, before a name says little about the weights
