@@ -136,6 +136,9 @@ def test_blocks_are_chosen_unless_pinned(target, server):
     with ServerProcess("--model", target, "--draft-model", "demo") as choosing:
         assert choosing.request("GET", "/v1/models")[1]["data"][0]["dflash"]["auto"] is True
         assert any("chosen round by round" in line for line in choosing.lines)
+        assert any("no chat template: " in line and "/v1/completions takes" in line for line in choosing.lines)
+        reason = choosing.complete("y", max_tokens=2)["dflash"]["draft_off_reason"]
+        assert reason == "the text ended before anything was proposed"
         texts = []
         for _ in range(3):
             reply = choosing.complete(prompt, max_tokens=24)

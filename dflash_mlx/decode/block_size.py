@@ -131,7 +131,7 @@ class AutoBlockSize:
     def _choose(self, proposer: Proposer, context: int, limit: int, curious: bool) -> _Choice:
         known = proposer.costs.at(context)
         if known.count(1) < 2:
-            return _Choice(1)
+            return _Choice(1, "plain steps are measured first")
         bounds = known.bounds(limit)
         tokens, spread = proposer.rates.expected(limit)
         step = bounds[0].high

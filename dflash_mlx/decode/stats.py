@@ -84,6 +84,13 @@ class GenerationStats:
         self.bonus += emitted - kept
         self.draft_used = self.draft_used or width > 1
 
+    @property
+    def why_plain(self) -> str | None:
+        """Why the draft was not used, or not to the end; None where it was."""
+        if self.draft_used or self.draft_off_reason:
+            return self.draft_off_reason
+        return "the text ended before anything was proposed"
+
     def summary(self) -> str:
         """One line for the terminal."""
         if self.draft_used:
@@ -94,7 +101,7 @@ class GenerationStats:
             if self.draft_off_reason:
                 head += f" (draft off later: {self.draft_off_reason})"
         else:
-            head = f"no draft used: {self.draft_off_reason or 'the text ended before anything was proposed'}"
+            head = f"no draft used: {self.why_plain}"
         return (
             f"{head}; prompt {self.prompt_tokens} tokens, {self.prompt_tps:.1f} tokens/s; "
             f"generated {self.generation_tokens} tokens, {self.generation_tps:.1f} tokens/s; "

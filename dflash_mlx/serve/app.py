@@ -74,4 +74,7 @@ def _announce(args: argparse.Namespace, engine: Engine, server: Server) -> None:
     host = f"[{args.host}]" if ":" in args.host else args.host
     many = f"one at a time ({provider.one_by_one})" if provider.one_by_one else "batched without the draft"
     print(f"{provider.public_name}, {draft}; several requests at once run {many}", file=sys.stderr)
+    if not provider.tokenizer.has_chat_template:
+        what = "chats are shown to it as a plain transcript; POST /v1/completions takes a raw prompt"
+        print(f"this model has no chat template: {what}", file=sys.stderr)
     print(f"serving on http://{host}:{server.server_address[1]}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)

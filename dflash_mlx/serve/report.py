@@ -104,7 +104,7 @@ class Report:
             return "other requests were waiting, so it ran in a batch"
         if "batch" in self.ways:
             return self.stats.draft_off_reason or "other requests came, so it went on in a batch"
-        return self.stats.draft_off_reason
+        return self.stats.why_plain
 
 
 def _between(start: float | None, end: float | None) -> float:
