@@ -159,6 +159,19 @@ def test_a_pair_shows_how_much_its_requests_differ():
     assert abs(first.shift) < 0.5, "one bad round of such a pair says little"
 
 
+@pytest.mark.parametrize("widest", [9, 16, 64])
+@pytest.mark.parametrize("missed", [0, 0.01])
+def test_a_draft_that_is_always_right_stays_computable(widest, missed):
+    """Slots lean on each other, so the last ones' rates come to 1 by rounding, which has no log-odds."""
+    rng, chooser = random.Random(1), AutoBlockSize(widest, RoundCosts())
+    for _ in range(400):
+        width = chooser.next(100, 1000).verify
+        accepted = next((i for i in range(width - 1) if rng.random() < missed), width - 1)
+        chooser.observe(100, width, accepted, 0.01 + 0.0005 * width)
+    assert chooser.next(100, 1000).verify > widest // 2
+    assert memories.from_dict(memories.to_dict(chooser.costs)).rates_at(0.0).rates(widest - 1)[-1] < 1
+
+
 def test_a_pair_in_debt_still_uses_a_block_that_is_known_to_pay():
     """Only rounds that try something wait for credit; bad luck of earlier requests does not stop a good width."""
     memory = learned(CURVES["OpenBLAS"], 0.9)
@@ -342,6 +355,9 @@ def test_every_command_keeps_what_it_measured(cli, tmp_path, monkeypatch):
         '%s {"costs": {"0": {"1": 1%%s}}}' % ("0" * 400),
         '%s {"costs": {"0": {"1": [NaN, 1], "2": [-1, 1], "4": [1, -1], "99999999999": [1, 1]}}}',
         '%s {"costs": {"-1": {"1": 0.1}, "999999999999": {"1": 0.1}}, "rates": {"0.0": [[2.0], [1.0]]}}',
+        '%s {"costs": {"²": {"1": 0.1}, "0": {"²": 0.1, "1' + 5000 * "0" + '": 0.1}}}',
+        '%s {"rates": {"0.0": [[1], [1' + 400 * "0" + "]]}}",
+        '%s {"rates": {"0.0": [[], [], [0, 600000]], "0.5": [[990000.0], [990000.0]]}}',
         '%s {"rates": {"0.0": [[1.0], [2.0], [NaN, 1.0]], "0.5": [[1.0], [2.0], [1.0]]}}',
         '%s {"rates": {"0.0": [[NaN], [1.0]], "nan": [[1.0], [2.0]], "0.7": [[1.0], [2.0, 3.0]]}}',
     ],

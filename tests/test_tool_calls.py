@@ -182,10 +182,39 @@ def test_a_call_of_a_tool_that_was_not_offered_is_text(name, step, options):
             assert read(name, text, by_itself=True, step=step, eos=[0], tools=tools, **options) == (text, [])
 
 
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_a_format_whose_own_transitions_lead_to_calls_keeps_them_as_text(step):
+    """Muse Spark's, whose calls begin in a channel."""
+    marks = tokenizer("json_tools")
+    edges = {"normal": [(marks.tool_call_start, "tool")], "tool": [(marks.tool_call_end, "normal")]}
+    marks.response_transitions = edges
+    text = f"Hm.{written('json_tools', BODIES['json_tools'])} So."
+    answer = Answer(marks, "normal", None, streaming=True)
+    parts = [part for at in range(0, len(text), step) for part in answer.add(text[at : at + step])]
+    parts += answer.add("", last=True)
+    assert "".join(part.text for part in parts) == text
+    assert {part.kind for part in parts} == {"normal"}
+
+
 def test_a_call_that_is_text_does_not_wait_for_its_end():
     answer = Answer(tokenizer("json_tools"), "normal", None, streaming=True)
     said = ["".join(part.text for part in answer.add(piece)) for piece in ("Hm.<tool", '_call>{"name', '": "now"')]
-    assert said == ["Hm.", '<tool_call>{"name', '": "now"']
+    assert said == ["Hm.<tool", '_call>{"name', '": "now"']
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_mark_in_the_reasoning_is_reasoning_where_no_tools_are_offered(name, closed):
+    thinks = tokenizer(name)
+    thinks.has_thinking, thinks.think_start, thinks.think_end = True, "<think>", "</think>"
+    thought = f"Should I {written(name, BODIES[name]) if closed else thinks.tool_call_start}? No."
+    for step in (1, 7, 1000):
+        answer, said = Answer(thinks, "reasoning", None, streaming=True), {"reasoning": "", "normal": ""}
+        text = f"{thought}</think>It is done."
+        for at in range(0, len(text), step):
+            for part in answer.add(text[at : at + step], last=at + step >= len(text)):
+                said[part.kind] += part.text
+        assert said == {"reasoning": thought, "normal": "It is done."}
 
 
 @pytest.mark.parametrize("name", BODIES)

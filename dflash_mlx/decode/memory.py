@@ -48,12 +48,12 @@ def from_dict(stored: Any, dearer: RoundCosts | None = None) -> RoundCosts:
     """What can be read of it; the rest is nothing that could not be measured again."""
     ranges: dict[int, dict[int, tuple[float, float]]] = {}
     for i, widths in _items(_get(stored, "costs") or stored):
-        if i.isdigit() and int(i) < RANGES:
-            found = {int(width): _figure(value) for width, value in _items(widths) if width.isdigit()}
+        if _is_number(i) and int(i) < RANGES:
+            found = {int(width): _figure(value) for width, value in _items(widths) if _is_number(width)}
             ranges[int(i)] = {width: value for width, value in found.items() if value and 0 < width < 1 << 16}
     costs = RoundCosts({i: known for i, known in ranges.items() if known}, dearer)
     for temp, value in _items(_get(stored, "rates")):
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
             costs.rates[f"{float(temp):.1f}"] = SlotRates.from_list(value)
     return costs
 
@@ -64,6 +64,10 @@ def _get(value: Any, key: str) -> Any:
 
 def _items(value: Any) -> list[tuple[str, Any]]:
     return list(value.items()) if isinstance(value, dict) else []
+
+
+def _is_number(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) < 10
 
 
 def _figure(value: Any) -> tuple[float, float] | None:

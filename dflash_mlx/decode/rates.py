@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 PRIOR = 0.75  # share of draft tokens kept, before anything was seen, worth `PRIOR_WEIGHT` tokens
 PRIOR_WEIGHT = 3.0
+SURE = 1 - 1e-6  # no rate is higher: slots that lean on each other would come to 1, which has no log-odds
 PAIR_MEMORY = 500.0  # rounds after which a pair's counts weigh 1/e
 REQUEST_MEMORY = 33.0  # and a request's: a text's easy and hard passages are about so long
 SPREAD = 1.0  # standard deviation of requests' log-odds around their pair's, before any showed it; worth one request
@@ -45,6 +46,7 @@ class SlotRates:
             for i in range(slots):
                 if i < len(self.kept):
                     rate = (self.kept[i] + PRIOR_WEIGHT * rate) / (self.offered[i] + PRIOR_WEIGHT)
+                rate = min(rate, SURE)
                 self._rates.append(rate)
         return self._rates[:slots]
 
@@ -74,7 +76,7 @@ class SlotRates:
         if len(kept) != len(offered) or not all(0 <= k <= n < 1e6 for k, n in zip(kept, offered, strict=True)):
             raise ValueError("no counts of tokens kept and offered")
         count, squares = shifts[0] if shifts else (0.0, 0.0)  # earlier versions kept none
-        if not (0 <= count < 1e9 and 0 <= squares < 1e9):
+        if not (0 <= count < 1e9 and 0 <= squares <= 100 * count):  # a deviation of 10 is beyond any text
             raise ValueError("no requests and squares of their shifts")
         return cls(kept, offered, (count, squares))
 

@@ -30,6 +30,18 @@ class Raw:
             yield Part("normal", text)
 
 
+class _WithoutCalls:
+    """A tokenizer as it is for a reply that holds no calls: their marks are text, in the reasoning too."""
+
+    has_tool_calling = False
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
 class Answer:
     """Splits text as it comes, with mlx-lm's own state machine and tool parsers.
 
@@ -44,7 +56,7 @@ class Answer:
 
     def __init__(self, tokenizer: Any, state: str, tools: list[Any] | None, streaming: bool, single: bool = False):
         self.tokenizer, self.single = tokenizer, single
-        self.machine = make_text_state_machine(tokenizer).make_state(state)
+        self.machine = make_text_state_machine(tokenizer if tools else _WithoutCalls(tokenizer)).make_state(state)
         self.reader = CallReader(tokenizer.tool_parser, tools, streaming)
         self.offered = bool(tools)
         self.kind = state
@@ -74,7 +86,10 @@ class Answer:
             yield from self._finish_call("", complete=by_itself and self._ends_unmarked)
 
     def _as_text(self, segments: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-        """Calls as they were written, marks included, without waiting for their ends."""
+        """Calls as they were written, marks included, without waiting for their ends.
+
+        Only formats whose own transitions lead to calls get here; others have no such state where no tools are offered.
+        """
         for kind, piece in segments:
             inside, self._inside = self._inside, kind == "tool"
             if inside and not self._inside:
