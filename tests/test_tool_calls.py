@@ -196,6 +196,23 @@ def test_a_format_whose_own_transitions_lead_to_calls_keeps_them_as_text(step):
     assert {part.kind for part in parts} == {"normal"}
 
 
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_muse_spark_s_calls_are_text_where_no_tools_are_offered_and_the_answer_follows(step):
+    """mlx-lm's own table of that format names no way out of a call; what stands in a header is shown to nobody."""
+    from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
+
+    marks = tokenizer("muse_spark")
+    marks.response_transitions = RESPONSE_FORMAT["transitions"]
+    call = written("muse_spark", BODIES["muse_spark"])
+    text = f"to=self<|message|>Hm.<|eom|><|start|>assistant to=x<|message|>{call}<|eom|>to=user<|message|>Done.<|eot|>"
+    answer, said = Answer(marks, RESPONSE_FORMAT["initial_state"], None, streaming=True), {}
+    for at in range(0, len(text), step):
+        for part in answer.add(text[at : at + step], last=at + step >= len(text)):
+            said[part.kind] = said.get(part.kind, "") + part.text
+    assert said["reasoning"] == "Hm."
+    assert said["normal"] == f"{call}Done."
+
+
 def test_a_call_that_is_text_does_not_wait_for_its_end():
     answer = Answer(tokenizer("json_tools"), "normal", None, streaming=True)
     said = ["".join(part.text for part in answer.add(piece)) for piece in ("Hm.<tool", '_call>{"name', '": "now"')]

@@ -38,6 +38,12 @@ class _WithoutCalls:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
+    @property
+    def response_transitions(self) -> dict[str, list[tuple[str, str]]]:
+        """Of a format that leads to calls by itself, the way out of them too, which otherwise has_tool_calling adds."""
+        edges, end = self._tokenizer.response_transitions, self._tokenizer.tool_call_end
+        return {**edges, "tool": [(end, "normal")] if end else []} if edges else {}
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
