@@ -5,14 +5,13 @@ A recipe runs when the tensor is wanted, so whatever loads also converts, a file
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
 
-from .tensor_info import ITEM_BYTES, TensorInfo
+from .tensor_info import TensorInfo, nbytes
 
 Make = Callable[[Sequence[mx.array]], mx.array]
 
@@ -49,7 +48,7 @@ class Recipe:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES.get(self.dtype, 0)
+        return nbytes(self.dtype, self.shape)
 
 
 Recipes = dict[str, Recipe]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +33,12 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        size = ITEM_BYTES.get(self.dtype, 0)
-        for n in self.shape:
-            size *= n
-        return size
+        return nbytes(self.dtype, self.shape)
+
+
+def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor, 0 for a dtype that safetensors does not name."""
+    return math.prod(shape) * ITEM_BYTES.get(dtype, 0)
 
 
 def refuse_name(file: Path, name: str) -> None:
